@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Runs the unit tests on every supported Python that is installed, besides that of .venv, which test.sh uses.
+# Runs the unit tests on every supported Python that is installed, besides that of .venv, which test.sh uses: of a test
+# with several cases the first one, since the others run the same lines again.
 #
 #   ./scripts/test-pythons.sh
+#   TRL_TESTS=full ./scripts/test-pythons.sh    # all cases
 #
 # Each gets an environment without torch and Llama Stack, which takes half a minute to make: few unit tests need them.
 set -euo pipefail
@@ -35,7 +37,7 @@ test_python() {
     local directory=".pytest_cache/pythons/3.$1"
     prepare "$2" "$directory"
     echo "test-pythons: unit tests with Python $(version_of "$2")"
-    "$directory/bin/python" -m pytest -q -n 2 --dist loadfile tests/unit
+    TRL_TESTS="${TRL_TESTS:-first}" "$directory/bin/python" -m pytest -q -n 2 --dist loadfile tests/unit
 }
 
 prepare() {

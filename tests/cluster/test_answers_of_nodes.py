@@ -44,6 +44,7 @@ def completed(bed: Bed, job_uuid: str) -> Json:
     return dict(status["resources_allocated"])
 
 
+@IN_FULL  # CI: tests/contract/test_node_answers.py with agents that a test plays, test_replicas.py with real ranks
 def test_answers_of_a_node_are_those_of_the_head_whatever_was_killed(bed: Bed) -> None:
     """16 answers of two ranks, in batches of 2. Rank 0 dies while it writes the fourth batch, which is half written
     then; an agent and the service after the fifth; and the machine after the seventh: the other one continues."""

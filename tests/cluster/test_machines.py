@@ -180,9 +180,8 @@ def test_a_machine_that_dies_is_replaced_by_a_spare(bed: Bed) -> None:
     bed.nothing_is_left()
 
 
-@pytest.mark.parametrize(
-    ("how", "rank"), [("link", 1), pytest.param("link", 0, marks=IN_FULL), pytest.param("power", 1, marks=IN_FULL)]
-)
+@IN_FULL  # CI: tests/unit/test_cluster.py, by the same name, with a clock of its own
+@pytest.mark.parametrize(("how", "rank"), [("link", 1), ("link", 0), ("power", 1)])
 def test_without_a_spare_it_waits_names_the_node_and_continues_when_it_is_back(bed: Bed, how: str, rank: int) -> None:
     """Of the head and the other rank's node, both see each other, and neither the one that is gone."""
     prepared(bed, "a", "b")
@@ -238,6 +237,7 @@ def test_a_service_that_is_killed_and_started_again_stops_no_training(bed: Bed) 
     bed.nothing_is_left()
 
 
+@IN_FULL  # CI: events and checkpoints of replaced attempts in tests/unit/test_cluster.py
 def test_what_a_node_sends_that_was_replaced_while_it_was_cut_off_is_refused(bed: Bed) -> None:
     """One rank on one machine: it trains on while it is cut off, and comes back with events and checkpoints."""
     prepared(bed, "a", "b")

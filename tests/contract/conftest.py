@@ -1,12 +1,15 @@
-"""One Llama Stack for the whole session; its log beside every test that fails."""
+"""One Llama Stack for the whole session, a browser for a module; the log of a server beside every test that fails."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 
+from tests.contract import browser
 from tests.contract.stack import LlamaStack, Server, serving
+from tests.required import FULL, keep
 
 pytest.register_assert_rewrite("tests.contract.crashing")
 
@@ -15,6 +18,25 @@ pytest.register_assert_rewrite("tests.contract.crashing")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaStack]:
     with serving(LlamaStack(tmp_path_factory.mktemp("stack"))) as stack:
         yield stack
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    """Of a module and no longer: playwright has an event loop meanwhile, so that no test can run one of its own."""
+    with browser.chromium() as found:
+        yield found
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test with the mark `in_turn`, CI tries one case on Llama Stack, the next one on the service, and so on."""
+
+    def has_its_turn(item: pytest.Item) -> bool:
+        if FULL or not isinstance(item, pytest.Function) or item.get_closest_marker("in_turn") is None:
+            return True
+        case = max(index for name, index in item.callspec.indices.items() if name != "kind")
+        return case % 2 == item.callspec.indices["kind"]
+
+    keep(config, items, has_its_turn)
 
 
 @pytest.hookimpl(wrapper=True)

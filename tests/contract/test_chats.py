@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import http.client
 import importlib.util
 import io
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -154,10 +156,12 @@ def serving_processes(service: TrainingService) -> list[Path]:
     ("model", "job", "checkpoint"),
     [
         ("ft:adapter", "adapter", "final"),
-        ("job:adapter/checkpoint-20", "adapter", "checkpoint-20"),
-        ("ft:whole", "whole", "final"),
         ("job:whole/checkpoint-20", "whole", "checkpoint-20"),
-        *in_full(("ft:preferring", "preferring", "final")),
+        *in_full(
+            ("job:adapter/checkpoint-20", "adapter", "checkpoint-20"),
+            ("ft:whole", "whole", "final"),
+            ("ft:preferring", "preferring", "final"),
+        ),
     ],
 )
 def test_greedy_answers_are_those_of_transformers_with_the_exported_files(
@@ -501,23 +505,34 @@ def memory_of(run_dir: Path) -> float:
     return found / (1 << 20)
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_an_answer_whose_client_has_left_is_not_computed_further(service: TrainingService, stream: bool) -> None:
-    """Four are computed at a time: the next one would wait for them."""
+def test_an_answer_whose_client_has_left_is_not_computed_further(service: TrainingService) -> None:
+    """Answers advance token by token in turn: where all are as long, the first one would end first."""
     base = str(tiny_model())
     chat(service, base, "Tell me.")  # the model is in memory then
-    whole = timed(lambda: chat(service, base, "Tell me.", max_tokens=800))
-    body = chat_body(base, "Tell me.", max_tokens=800, stream=stream)
-    for _ in range(8):
-        with suppress(requests.ReadTimeout):
-            requests.post(f"{service.url}/openai/v1{CHAT}", json=body, stream=stream, timeout=0.2).close()
-    assert timed(lambda: chat(service, base, "Tell me.", max_tokens=4)) < whole
+    (run_dir,) = (path for path in serving_processes(service) if model_of(path) == base)
+    server = next(
+        psutil.Process(one.pid) for one in tasks_below(run_dir.parent)[run_dir] if "serve" in command(one.pid)
+    )
+    before = server.num_fds()
+    clients = [http.client.HTTPConnection("127.0.0.1", service.port) for _ in range(4)]
+    for number, client in enumerate(clients):
+        body = chat_body(base, "Tell me.", max_tokens=1900, stream=number > 1)
+        client.request("POST", f"/openai/v1{CHAT}", json.dumps(body), {"Content-Type": "application/json"})
+        opened = before + number + 1
+        poll(lambda opened=opened: server.num_fds() == opened, "the model has the question", 20)
+    for client in clients[1:]:
+        client.close()
+    poll(lambda: server.num_fds() == before + 1, "what nobody reads has ended", 60)
+    assert not select.select([clients[0].sock], [], [], 0)[0], "the first answer has ended before"
+    clients[0].close()
 
 
-def timed(action: Callable[[], object]) -> float:
-    begun = time.monotonic()
-    action()
-    return time.monotonic() - begun
+def model_of(run_dir: Path) -> str:
+    return str(json.loads((run_dir / "spec.json").read_text())["source"]["model"])
+
+
+def command(pid: int) -> str:
+    return " ".join(psutil.Process(pid).cmdline())
 
 
 def test_nothing_is_left_of_a_process_that_is_killed_and_the_next_chat_starts_another(
@@ -528,7 +543,7 @@ def test_nothing_is_left_of_a_process_that_is_killed_and_the_next_chat_starts_an
         run_dir, processes = next(
             (run_dir, left) for run_dir, left in tasks_below(service.data_dir / "serving").items() if left
         )
-        names = {process.pid: " ".join(psutil.Process(process.pid).cmdline()) for process in processes}
+        names = {process.pid: command(process.pid) for process in processes}
         marker = "recipes.serve" if which == "server" else "launch.runner"
         killed = [pid for pid, name in names.items() if marker in name]
         assert killed, names

@@ -36,12 +36,6 @@ PAGES = (
 
 
 @pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with browser.chromium() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, chromium: Any) -> Iterator[Guarded]:
     with running(Guarded(tmp_path_factory.mktemp("browser"))) as service:
         service.register("questions", QUESTIONS * 20)

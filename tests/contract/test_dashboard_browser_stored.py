@@ -15,7 +15,6 @@ from PIL import Image
 from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.system.data_dir import DATABASE
-from llama_stack_provider_trl.system.process import FileLock
 from llama_stack_provider_trl_remote.service.pages.list_view import brief, short
 from llama_stack_provider_trl_remote.service.pages.rendering import duration, number, size, step_time
 from tests.contract import browser
@@ -23,7 +22,6 @@ from tests.contract.browser import Window
 from tests.contract.dashboard import dashboard
 from tests.contract.ended import add_ended_job
 from tests.contract.payloads import LORA, QUESTIONS, sft
-from tests.contract.service import running
 from tests.contract.stack import SFT, poll
 from tests.contract.stored_jobs import (
     HOSTILE,
@@ -39,6 +37,7 @@ from tests.contract.stored_jobs import (
     add_verbose,
     complete,
 )
+from tests.contract.unsupervised import unsupervised
 from tests.fakes import job_spec
 from tests.security.guarded import TOKENS, Guarded
 from tests.tiny import tiny_model
@@ -57,31 +56,21 @@ FOCUSABLE = "a[href], button, input:not([type=hidden]), select, summary, textare
 
 
 @pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with browser.chromium() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, chromium: Any) -> Iterator[Guarded]:
     """A service whose jobs nothing supervises: they stay as they were stored."""
-    root = tmp_path_factory.mktemp("stored")
-    data_dir = root / "data"
-    data_dir.mkdir(mode=0o700)
-    supervisor = FileLock(data_dir / "supervisor.lock")
-    assert supervisor.acquire("test_dashboard_browser_stored")
-    add_ended_job(data_dir)
-    for add in (add_many, add_long, add_verbose, add_hostile):
-        add(data_dir)
-    add_running(data_dir, "writes")
-    add_answered(data_dir, "asked-before", [False, True, False, *[True] * 30])
-    add_answered(data_dir, "asked-after", [True, True, False, *[True] * 30])
-    try:
-        with running(Guarded(root)) as service:
-            service.register("questions", QUESTIONS)
-            yield service
-    finally:
-        supervisor.release()
+    jobs = (
+        add_ended_job,
+        add_many,
+        add_long,
+        add_verbose,
+        add_hostile,
+        lambda data_dir: add_running(data_dir, "writes"),
+        lambda data_dir: add_answered(data_dir, "asked-before", [False, True, False, *[True] * 30]),
+        lambda data_dir: add_answered(data_dir, "asked-after", [True, True, False, *[True] * 30]),
+    )
+    with unsupervised(tmp_path_factory.mktemp("stored"), *jobs) as service:
+        service.register("questions", QUESTIONS)
+        yield service
 
 
 @pytest.fixture

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl.system.process import FileLock
 from tests.contract import browser
 from tests.contract.browser import Window
 from tests.contract.listed_jobs import add_listed
-from tests.contract.service import running
 from tests.contract.stack import poll
+from tests.contract.unsupervised import unsupervised
 from tests.security.guarded import TOKENS, Guarded
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(240)]
@@ -26,25 +25,9 @@ DESKTOP, PHONE = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
 
 
 @pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with browser.chromium() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, chromium: Any) -> Iterator[Guarded]:
-    """A service whose jobs nothing supervises: they stay as they were stored."""
-    root = tmp_path_factory.mktemp("listed")
-    data_dir = root / "data"
-    data_dir.mkdir(mode=0o700)
-    supervisor = FileLock(data_dir / "supervisor.lock")
-    assert supervisor.acquire("test_job_list_browser")
-    add_listed(data_dir)
-    try:
-        with running(Guarded(root)) as service:
-            yield service
-    finally:
-        supervisor.release()
+    with unsupervised(tmp_path_factory.mktemp("listed"), add_listed) as service:
+        yield service
 
 
 @pytest.fixture

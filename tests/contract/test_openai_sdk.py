@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
-import json
 import socket
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import pytest
 import requests
 from openai import APIConnectionError, APIStatusError, BadRequestError, ConflictError, NotFoundError, OpenAI
 
+from tests.contract.openai_files import CHATS, lines, uploaded
 from tests.contract.service import TrainingService, running_service
 from tests.contract.stack import poll
 from tests.judges import saying
@@ -24,17 +24,6 @@ from tests.tiny import tiny_model
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
 Json = dict[str, Any]
 NAME = "gpt-4o-mini-2024-07-18"
-CHATS = [
-    {
-        "messages": [
-            {"role": "user", "content": f"What is {n} times two?"},
-            {"role": "assistant", "content": "I do not know.", "weight": 0},
-            {"role": "user", "content": "Try."},
-            {"role": "assistant", "content": f"{2 * n}.", "weight": 1},
-        ]
-    }
-    for n in range(10)
-]
 PREFERENCES = [
     {
         "input": {"messages": [{"role": "user", "content": f"What is {n} plus {n}?"}]},
@@ -65,14 +54,6 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingServic
 def client(service: TrainingService) -> Iterator[OpenAI]:
     with OpenAI(base_url=f"{service.url}/openai/v1", api_key="none", _strict_response_validation=True) as client:
         yield client
-
-
-def lines(rows: list[Json]) -> bytes:
-    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
-
-
-def uploaded(client: OpenAI, rows: list[Json], name: str = "rows.jsonl") -> str:
-    return client.files.create(file=(name, lines(rows)), purpose="fine-tune").id
 
 
 def ended(client: OpenAI, job_id: str) -> Any:

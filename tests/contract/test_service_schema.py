@@ -19,6 +19,7 @@ from tests.contract.openai_known import FILE, JOB, add_known
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import TrainingService, ndjson, running_service
 from tests.contract.stack import SFT
+from tests.required import FULL
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.contract
@@ -33,7 +34,8 @@ CHECKS = (
     "allow_header_conformance",
 )
 OPTIONS = (
-    *("--seed", "1", "--phases", "coverage,fuzzing", "--max-examples", "10", "--checks", ",".join(CHECKS)),
+    *("--seed", "1", "--phases", "coverage,fuzzing", "--checks", ",".join(CHECKS)),
+    *("--max-examples", "10" if FULL else "2"),  # test_fuzz.py sends requests at random, too
     *("--generation-database", "none", "--request-timeout", "10", "--continue-on-failure", "--warnings", "off"),
 )
 SUBMITS = "/v1/post-training/(supervised-fine-tune|preference-optimize|preflight|preview|evaluate|generate|merge)$"

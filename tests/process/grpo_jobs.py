@@ -11,26 +11,16 @@ from llama_stack_provider_trl.specs.events import Progress
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec
 from llama_stack_provider_trl.specs.methods import GrpoSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
+from tests.process.plain_trl import plain_arguments
 from tests.required import FULL
 from tests.tiny import tiny_model
 from tests.training import job_spec, of_kind
 
-PLAIN_TRL: dict[str, Any] = {
-    "num_train_epochs": 1,
-    "gradient_accumulation_steps": 2,
-    "optim": "sgd",
-    "bf16": False,
-    "use_cpu": True,
-    "gradient_checkpointing": None,
-    "activation_checkpointing": False,
-    "dataloader_pin_memory": False,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "shuffle_dataset": False,
-}
-"""Arguments of TRL's trainers that answer prompts, so that they do what our job does."""
+
+def answering_arguments(root: Path, **changes: Any) -> dict[str, Any]:
+    """Arguments of TRL's trainers that answer prompts."""
+    answering = {"gradient_accumulation_steps": 2, "optim": "sgd", "shuffle_dataset": False}
+    return plain_arguments(root, **{**answering, **changes})
 
 
 STEPS = 20 if FULL else 4
@@ -102,10 +92,7 @@ def trl_history(
         return [float(bool(re.search("[ea]", one[0]["content"]))) for one in completions]
 
     arguments = GRPOConfig(
-        **PLAIN_TRL,
-        output_dir=str(root / "trl"),
-        per_device_train_batch_size=method.num_generations,
-        learning_rate=0.05,
+        **answering_arguments(root, per_device_train_batch_size=method.num_generations, learning_rate=0.05),
         num_generations=method.num_generations,
         max_completion_length=method.max_completion_length,
         temperature=method.temperature,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -13,10 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from llama_stack_provider_trl.recipes.distributed.replicas import Heartbeats
+from llama_stack_provider_trl.recipes.trainer.distillation import DistillationRecipe
+from llama_stack_provider_trl.recipes.trainer.gold import GoldRecipe
+from llama_stack_provider_trl.recipes.trainer.grpo import GrpoRecipe
 from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress
 from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec, OptimizerSpec, ShardingSpec
 from llama_stack_provider_trl.specs.methods import GrpoSpec
-from tests.process.grpo_jobs import DIGITS, LETTER
+from tests.process import gold_jobs
+from tests.process.grpo_jobs import DIGITS, LETTER, given_answers
 from tests.ranks import Ranks
 from tests.tiny import tiny_model
 from tests.training import job_spec, of_kind
@@ -53,11 +59,6 @@ def spec_of(root: Path, ranks: int, strategy: str = "FULL_SHARD", **changes: Any
 
 
 Alone = Callable[[LoraSpec | None], tuple[JobSpec, list[Any]]]
-
-
-@pytest.fixture(scope="module")
-def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    return trained_alone(ranks, tmp_path_factory, spec_of)
 
 
 def trained_alone(ranks: Ranks, factory: pytest.TempPathFactory, spec_of: Callable[..., JobSpec]) -> Alone:
@@ -111,3 +112,28 @@ def assert_equal_and_continued(ranks: Ranks, root: Path, spec: JobSpec, expected
     resumed = trained(ranks, root / "again", spec, spec.checkpoint_dir / "checkpoint-4")
     assert numbers(resumed) == numbers(found)[4:]
     assert all(torch.equal(weight, weights[name]) for name, weight in weights_of(spec).items())
+
+
+def give_answers() -> None:
+    """In a rank: answers that follow from the prompts."""
+    GrpoRecipe.answer = lambda self, prompts, rows: given_answers(prompts, self._grpo.num_generations)  # type: ignore[method-assign]
+    DistillationRecipe.answer = lambda self, prompts, rows: given_answers(prompts, 1)  # type: ignore[method-assign]
+    GoldRecipe.answer = lambda self, prompts, rows: gold_jobs.given_answers(prompts)  # type: ignore[method-assign]
+
+
+def count_heartbeats() -> None:
+    """In a rank beyond the first: note its heartbeats, once it has answered and once it has rewarded."""
+    heartbeat, collate, count = Heartbeats.heartbeat, GrpoRecipe._groups, [0]
+
+    def counted(self: Heartbeats) -> None:
+        heartbeat(self)
+        count[0] += 1
+
+    def groups(self: GrpoRecipe, *arguments: Any) -> Any:
+        answered = count[0]
+        found = collate(self, *arguments)
+        (self.spec.checkpoint_dir / f"heartbeats-{os.environ['RANK']}").write_text(f"{answered} {count[0]}")
+        count[0] = 0
+        return found
+
+    Heartbeats.heartbeat, GrpoRecipe._groups = counted, groups  # type: ignore[method-assign]

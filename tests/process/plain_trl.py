@@ -16,7 +16,8 @@ def load(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype="float32").eval()
 
 
-def plain_arguments(tmp_path: Path) -> dict[str, Any]:
+def plain_arguments(tmp_path: Path, **changes: Any) -> dict[str, Any]:
+    """Arguments of every trainer of TRL, so that it does what our job does."""
     return {
         "output_dir": str(tmp_path / "trl"),
         "num_train_epochs": 1,
@@ -31,6 +32,7 @@ def plain_arguments(tmp_path: Path) -> dict[str, Any]:
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
+        **changes,
     }
 
 

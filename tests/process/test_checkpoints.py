@@ -108,9 +108,9 @@ def whole(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     [
         ("sft-sharded", 3, "FULL_SHARD"),
         ("sft-ddp", 2, "FULL_SHARD"),
-        ("sft-sgd-sharded", 1, "FULL_SHARD"),
-        ("dpo-sharded", 3, "FULL_SHARD"),
         *in_full(  # tests/matrix continues such jobs on one rank, and on two
+            ("sft-sgd-sharded", 1, "FULL_SHARD"),
+            ("dpo-sharded", 3, "FULL_SHARD"),
             ("sft-sharded", 1, "FULL_SHARD"),
             ("sft", 2, "FULL_SHARD"),
             ("sft-lora-sharded", 1, "FULL_SHARD"),
@@ -135,7 +135,7 @@ def test_other_ranks_continue_with_the_next_unseen_row(
     assert tokens[0] == tokens[1]
 
 
-@pytest.mark.parametrize("kind", ["sft-sharded", "sft-ddp"])
+@pytest.mark.parametrize("kind", ["sft-sharded", *in_full("sft-ddp")])
 def test_a_checkpoint_is_a_model_that_transformers_loads_whatever_number_of_ranks_wrote_it(
     whole: Whole, kind: str
 ) -> None:

@@ -15,6 +15,7 @@ from llama_stack_provider_trl.recipes.data.prepare import tokenize_dpo, tokenize
 from llama_stack_provider_trl.recipes.data.spans import split_rows
 from llama_stack_provider_trl.specs.rows import LabelledExample, PreferenceExample, SftExample
 from tests.process.talks import SYSTEM, prepare, trained
+from tests.required import FULL
 from tests.tiny import CHATML, tiny_tokenizer
 
 USER = {"role": "user", "content": "Which fruit is red?"}
@@ -90,6 +91,13 @@ ALL = [
     )
     for name, template in templates.items()
 ]
+PROMPTS = {"first": TALK[:1], "second": TALK[:3], "system turn": [SYSTEM, *TALK[:3]]}
+CASES = [
+    pytest.param(*template.values, prompt, id=f"{template.id}-{name}")
+    for number, template in enumerate(ALL)
+    for turn, (name, prompt) in enumerate(PROMPTS.items())
+    if FULL or turn == number % len(PROMPTS)
+]
 
 
 @pytest.fixture
@@ -116,8 +124,7 @@ def answers_of(tokenizer: Any, prompt: list[Any], answer: dict[str, str]) -> Ite
     yield tokenizer.decode(labelled["completion_ids"])
 
 
-@pytest.mark.parametrize("template", ALL)
-@pytest.mark.parametrize("prompt", [TALK[:1], TALK[:3], [SYSTEM, *TALK[:3]]], ids=["first", "second", "system turn"])
+@pytest.mark.parametrize(("template", "prompt"), CASES)
 def test_nothing_after_the_end_of_an_answer_is_trained(chatml: Any, template: str, prompt: list[Any]) -> None:
     chatml.chat_template = template
     answer = TALK[1] if len(prompt) == 1 else TALK[3]

@@ -18,6 +18,7 @@ from tests.process.talks import (
     prepare,
     trained,
 )
+from tests.required import FULL
 from tests.tiny import CHATML, tiny_tokenizer
 
 USER = {"role": "user", "content": "Which fruit is red?"}
@@ -49,15 +50,22 @@ QUESTIONS = [
 ]
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
-@pytest.mark.parametrize("text", ANSWERS)
-@pytest.mark.parametrize("before", ["", "upper"], ids=["before the prompt", "in the prompt"])
+@pytest.mark.parametrize(
+    ("question", "text", "is_within"),
+    [
+        (question, text, is_within)
+        for number, question in enumerate(QUESTIONS)
+        for turn, text in enumerate(ANSWERS)
+        for is_within in (False, True)
+        if FULL or is_within == (number + turn) % 2
+    ],
+)
 def test_the_loss_covers_no_prompt_where_a_template_reads_the_answer(
-    chatml: Any, question: str, text: str, before: str
+    chatml: Any, question: str, text: str, is_within: bool
 ) -> None:
     note = f"{{% if messages[-1]['role'] == 'assistant' and {question} %}}{{{{ 'Answer briefly.\n' }}}}{{% endif %}}"
     chatml.chat_template = (
-        note + CHATML if not before else CHATML.replace("{{ '<|im_start|>' +", note + "{{ '<|im_start|>' +")
+        note + CHATML if not is_within else CHATML.replace("{{ '<|im_start|>' +", note + "{{ '<|im_start|>' +")
     )
     prompt = [SYSTEM, USER]
     for example in (SftExample(prompt + answer(text), 2), SftExample(prompt + answer(text), None)):

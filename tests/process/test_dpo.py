@@ -158,7 +158,7 @@ def test_smoothed_labels_give_the_losses_of_trl_called_directly(tmp_path: Path) 
     trainer = InOrder(
         model=AutoModelForCausalLM.from_pretrained(tiny_model(), dtype="float32"),
         args=DPOConfig(
-            **{**plain_arguments(tmp_path), "per_device_train_batch_size": 1},
+            **plain_arguments(tmp_path, per_device_train_batch_size=1),
             loss_type=["aot"],
             label_smoothing=0.2,
             beta=0.3,

@@ -192,9 +192,8 @@ WHOLE_AFTER_FORWARD = ShardingSpec(strategy="SHARD_GRAD_OP")
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({}, id="full"),
         pytest.param({"lora": LORA, "sharding": WHOLE_AFTER_FORWARD}, id="lora-grad-op"),
-        *in_full(pytest.param({"lora": LORA}, id="lora")),
+        *in_full(pytest.param({}, id="full"), pytest.param({"lora": LORA}, id="lora")),
     ],
 )
 def test_two_ranks_stop_at_the_same_step_and_export_the_same_best(

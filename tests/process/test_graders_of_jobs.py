@@ -16,25 +16,12 @@ from llama_stack_provider_trl.specs.grading.isolated import reward_of_source
 from llama_stack_provider_trl.specs.methods import GrpoSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
 from llama_stack_provider_trl.system.limited import Limited
-from tests.process.checked_work import work
+from tests.process.checked_work import HAS_LETTER, SHORT, work
 from tests.process.grpo_jobs import metric, toy
 from tests.tiny import tiny_model
 from tests.training import job_spec, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
-TEXT = "{{sample.output_text}}"
-HAS_LETTER = {
-    "type": "string_check",
-    "name": "letter",
-    "operation": "ilike",
-    "input": TEXT,
-    "reference": "{{item.wanted}}",
-}
-SHORT = {
-    "type": "python",
-    "name": "short",
-    "source": "def grade(sample, item):\n    return 1 - len(item['wanted']) / 10",
-}
 BOTH = {"type": "multi", "name": "both", "graders": {"a": HAS_LETTER, "b": SHORT}, "calculate_output": "a + 0 * b"}
 BAD = {**HAS_LETTER, "name": "bad", "input": "{{sample.output_json.x}}"}
 COUNTS = """frame = __import__('collections')._sys._getframe()

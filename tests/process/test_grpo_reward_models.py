@@ -32,6 +32,7 @@ from llama_stack_provider_trl.specs.rows import PreferenceExample
 from tests.process.grpo_jobs import LETTER, given_answers, metric
 from tests.process.on_policy_ranks import numbers, trained, weights_of
 from tests.ranks import Ranks, forked_ranks
+from tests.required import in_full
 from tests.tiny import save_llama, tiny_model, tiny_tokenizer
 from tests.training import DPO_ROWS, LORA, job_spec, of_kind, run
 
@@ -205,7 +206,7 @@ def test_a_reward_model_whose_files_lack_its_head_is_refused(tmp_path: Path, rew
         scorer_of(read_from(whole, tmp_path / "headless"))
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", *in_full("NO_SHARD")])
 def test_two_ranks_give_the_rewards_and_weights_of_one_process_and_continue_exactly(
     tmp_path: Path, reward_model: Trained, ranks: Ranks, strategy: str
 ) -> None:

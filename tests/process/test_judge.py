@@ -26,10 +26,11 @@ from llama_stack_provider_trl.specs.events import (
     Started,
     Warned,
 )
-from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec
+from llama_stack_provider_trl.specs.job import JobSpec
 from llama_stack_provider_trl.specs.model_source import AdapterSpec
 from llama_stack_provider_trl.specs.work import CheckedAnswering, EvaluateSpec, FurtherModel
 from llama_stack_provider_trl.system.files import RunDir
+from tests.process.learned import learned
 from tests.ranks import Ranks
 from tests.required import in_full
 from tests.tiny import tiny_model
@@ -51,16 +52,6 @@ SCORED: dict[str, Any] = {
 PLAIN: dict[str, Any] = {"type": "judge", "name": "plain", "model": "the-judge", "max_new_tokens": 4}
 EXACT: dict[str, Any] = {"type": "exact", "expected": "one"}
 ROWS = [{"prompt": [{"role": "user", "content": prompt}]} for prompt in ANSWERS]
-
-
-def learned(root: Path, answers: dict[str, str], **changes: Any) -> Path:
-    """A model that has learned answers by heart."""
-    rows = [{"prompt": prompt, "completion": answer} for prompt, answer in answers.items()]
-    optimizer = OptimizerSpec(learning_rate=1e-2, scheduler="constant")
-    fields = {"n_epochs": 60, "save_steps": 1000, "logging_steps": 60, "optimizer": optimizer, **changes}
-    spec = job_spec(root, tiny_model(), rows=rows, **fields)
-    assert run(root / "run", spec)[0] == 0
-    return spec.checkpoint_dir / "final"
 
 
 @pytest.fixture(scope="module")

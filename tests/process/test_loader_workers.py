@@ -24,6 +24,7 @@ from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec, ShardingSpe
 from llama_stack_provider_trl.system.files import RunDir
 from llama_stack_provider_trl.system.process import descendants, identify, memory_of
 from tests.ranks import Ranks
+from tests.required import in_full
 from tests.tiny import tiny_model
 from tests.training import LORA, SFT_ROWS, job_spec, of_kind
 from tests.zygote import ForkLauncher
@@ -38,7 +39,7 @@ def spec_of(root: Path, **changes: Any) -> JobSpec:
 
 
 @pytest.mark.parametrize(
-    "several", [{}, {"ranks": 2, "sharding": ShardingSpec(), "gradient_accumulation_steps": 2}], ids=["one", "two"]
+    "several", [{"ranks": 2, "sharding": ShardingSpec(), "gradient_accumulation_steps": 2}, *in_full({})]
 )
 def test_batches_that_workers_prepare_are_the_same_also_after_a_resume(
     ranks: Ranks, tmp_path: Path, several: dict[str, Any]

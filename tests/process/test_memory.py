@@ -67,16 +67,17 @@ def shaped(layers: int, **more: Any) -> Path:
 @pytest.mark.parametrize(
     ("algorithm", "settings"),
     [
-        ("sft", {}),
-        ("sft", {"gradient_checkpointing": True}),
         ("sft", {"gradient_checkpointing": True, "checkpoint_every": 2}),
         ("sft", {"packed": True}),
         ("sft", {"qat": QatSpec(quantizer_name="Int8DynActInt4WeightQATQuantizer", group_size=32)}),
-        ("sft", {"packed": True, "padding_free": False}),
         ("sft", {"padding_free": False}),
         ("dpo", {}),
-        ("dpo", {"padding_free": False}),
         ("dpo", {"gradient_checkpointing": True}),
+        *in_full(
+            *(("sft", changes) for changes in ({}, {"gradient_checkpointing": True})),
+            ("sft", {"packed": True, "padding_free": False}),
+            ("dpo", {"padding_free": False}),
+        ),
     ],
 )
 def test_what_is_traced_is_what_a_real_step_holds(tmp_path: Path, algorithm: str, settings: dict[str, Any]) -> None:
@@ -87,10 +88,9 @@ def test_what_is_traced_is_what_a_real_step_holds(tmp_path: Path, algorithm: str
 @pytest.mark.parametrize(
     ("algorithm", "settings"),
     [
-        ("sft", {}),
-        ("sft", {"lora": LORA.model_copy(update={"mlp": False})}),
         ("sft", {"dtype": "bf16", "gradient_checkpointing": True}),
         ("dpo", {}),
+        *in_full(("sft", {}), ("sft", {"lora": LORA.model_copy(update={"mlp": False})})),
     ],
 )
 def test_experts_are_traced_as_a_real_step_holds_them(tmp_path: Path, algorithm: str, settings: dict[str, Any]) -> None:

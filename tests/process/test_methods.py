@@ -14,6 +14,7 @@ import pytest
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Evaluated, Failed, Prepared, Progress
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, RowNames, ShardingSpec
 from llama_stack_provider_trl.specs.methods import CpoSpec, KtoSpec, OrpoSpec, RewardSpec
+from tests.process.plain_trl import plain_arguments
 from tests.ranks import Ranks
 from tests.required import FULL, in_full
 from tests.tiny import CHATML, tiny_model
@@ -99,21 +100,7 @@ def trl_trainer(model: Path, root: Path, parameters: Any) -> Any:
     from trl.experimental.cpo import CPOConfig, CPOTrainer
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-    arguments: dict[str, Any] = {
-        "output_dir": str(root / "trl"),
-        "num_train_epochs": 1,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-3,
-        "bf16": False,
-        "use_cpu": True,
-        "gradient_checkpointing": None,
-        "activation_checkpointing": False,
-        "dataloader_pin_memory": False,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
+    arguments = plain_arguments(root, per_device_train_batch_size=2)
     kind: Any
     config: Any
     auto: Any = AutoModelForCausalLM

@@ -24,11 +24,10 @@ from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, ShardingS
 from llama_stack_provider_trl.specs.methods import GrpoSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
 from llama_stack_provider_trl.specs.work import FurtherModel
+from tests.process.checked_work import HAS_LETTER, SHORT, work
+from tests.process.grpo_jobs import metric
+from tests.process.learned import learned
 from tests.process.on_policy_ranks import numbers, trained, weights_of
-from tests.process.test_checked_answers import work
-from tests.process.test_graders_of_jobs import HAS_LETTER, SHORT
-from tests.process.test_grpo import metric
-from tests.process.test_judge import learned
 from tests.ranks import Ranks
 from tests.tiny import tiny_model
 from tests.training import job_spec, of_kind, run

@@ -38,9 +38,9 @@ from tests.process.distillation_jobs import (
     spec_of,
     teacher_model,
 )
-from tests.process.grpo_jobs import PLAIN_TRL, given_answers, metric
+from tests.process.grpo_jobs import answering_arguments, given_answers, metric
 from tests.process.peaks import most
-from tests.required import FULL
+from tests.required import FULL, in_full
 from tests.tiny import tiny_model
 from tests.training import LORA, job_spec, of_kind, reference_to, run
 
@@ -67,10 +67,7 @@ def trl_history(root: Path, method: DistillationSpec, rows: list[dict[str, str]]
             return given_answers(prompt_ids, 1)
 
     arguments = DistillationConfig(
-        **PLAIN_TRL,
-        output_dir=str(root / "trl"),
-        per_device_train_batch_size=1,
-        learning_rate=0.5,
+        **answering_arguments(root, per_device_train_batch_size=1, learning_rate=0.5),
         max_completion_length=method.max_completion_length,
         temperature=method.temperature,
         beta=method.beta,
@@ -86,7 +83,7 @@ def trl_history(root: Path, method: DistillationSpec, rows: list[dict[str, str]]
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["reverse", "between", *in_full("forward")])
 def test_given_answers_have_the_losses_of_trl_called_directly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -169,7 +166,7 @@ def test_a_checkpoint_that_is_written_while_prompts_are_answered_generates_as_th
     assert json.loads(found.read_text()) == json.loads(own.read_text())
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", *in_full("bf16")])
 def test_a_new_adapter_is_its_base_as_the_teacher_and_a_trained_one_returns_to_it(tmp_path: Path, dtype: Any) -> None:
     faster = {"lora": LORA, "dtype": dtype, "optimizer": OptimizerSpec(learning_rate=5e-2)}
     new = learning(tmp_path, tiny_model(), n_epochs=1, **faster)

@@ -143,7 +143,7 @@ def _wait_for_a_random_moment(
     world.until(lambda: not running() or time.monotonic() >= moment)
 
 
-@pytest.mark.parametrize("point", ["saving-6", "saved-6", "announced-6", "exporting-final", "exported-final"])
+@pytest.mark.parametrize("point", ["saving-6", "exporting-final", *in_full("saved-6", "announced-6", "exported-final")])
 def test_a_kill_in_the_middle_of_a_checkpoint_or_an_export_costs_nothing(
     forked: World, undisturbed: dict[str, Undisturbed], armed: Path, point: str
 ) -> None:

@@ -32,6 +32,7 @@ from llama_stack_provider_trl.specs.work import (
 )
 from llama_stack_provider_trl.system.files import RunDir
 from tests.ranks import Ranks
+from tests.required import in_full
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, SFT_ROWS, job_spec, of_kind, reference_to
 
@@ -92,7 +93,7 @@ def checked(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[dic
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [3, *in_full(2)])
 def test_ranks_answer_with_the_bytes_of_one_process(ranks: Ranks, answered: Any, tmp_path: Path, count: int) -> None:
     events, result, files = finished(ranks, tmp_path / "run", spec_of(tmp_path, GENERATE, count))
     assert (result, files) == answered
@@ -103,11 +104,9 @@ def test_ranks_answer_with_the_bytes_of_one_process(ranks: Ranks, answered: Any,
 @pytest.mark.parametrize(
     ("fault", "kept", "steps"),
     [
-        ("started", 0, [4, 8, 12, 15]),
         ("answering-6", 6, [10, 14, 15]),  # between the batches of two ranks, in the middle of the second
-        ("answering-8", 8, [12, 15]),
-        ("step-8", 8, [12, 15]),
         ("finishing", 15, []),
+        *in_full(("started", 0, [4, 8, 12, 15]), ("answering-8", 8, [12, 15]), ("step-8", 8, [12, 15])),
     ],
 )
 def test_answers_continue_exactly_after_sigkill_of_a_rank(

@@ -38,6 +38,7 @@ from llama_stack_provider_trl.specs.methods import GrpoSpec, KtoSpec, OrpoSpec, 
 from llama_stack_provider_trl.specs.model_source import AdapterSpec, ReferenceSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
 from tests import training
+from tests.required import in_full
 from tests.tiny import tiny_model
 from tests.training import LORA, dataset, job_spec, of_kind, reference_to, run
 
@@ -153,6 +154,8 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "GRPO with fewer answers": ("grpo", {"method": GRPO.model_copy(update={"num_generations": 2})}),
 }
 """Each with a key of its own, but for DDP."""
+FAMILIES = ("bf16", "padded", "packed", "QAT", "QLoRA", "sharded", "DPO with another reference", "KTO", "GRPO")
+"""In CI: rows, pairs and answers of the model; what each way to save memory reads."""
 
 
 def job(root: Path, name: str) -> JobSpec:
@@ -165,7 +168,7 @@ def one_block(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return other_model(tmp_path_factory.mktemp("models") / "one", num_hidden_layers=1)
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", FAMILIES + in_full(*sorted(JOBS.keys() - FAMILIES)))
 def test_a_trace_reads_no_field_that_its_key_leaves_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, one_block: Path
 ) -> None:

@@ -74,7 +74,7 @@ class Size:
 
 
 FULL = Size(idle=2000, streams=500, slow=200, bodies=100, body_mib=31, checks=200, posts=1000, training_seconds=600)
-SMALL = Size(idle=200, streams=40, slow=20, bodies=3, body_mib=12, checks=3, posts=200, training_seconds=30)
+SMALL = Size(idle=200, streams=40, slow=20, bodies=3, body_mib=12, checks=3, posts=60, training_seconds=10)
 
 
 @dataclass

@@ -22,6 +22,7 @@ from llama_stack_provider_trl.system.data_dir import DATABASE, OWN
 from tests.contract.payloads import QUESTIONS
 from tests.contract.service import JOBS, ndjson
 from tests.contract.stack import Json, poll
+from tests.required import FULL
 from tests.security.columns import KEY, PATHS, TAKES, Leaf, body_schema, leaves, with_text
 from tests.security.dashboard_browser import Browser
 from tests.security.generate import PAGES
@@ -158,10 +159,10 @@ def test_no_request_names_a_file_of_ours(service: Guarded, raw: Raw) -> None:
     document, files = service.document(), [*own_paths(service.data_dir), *coming_paths(service.data_dir)]
     assert {"jobs.sqlite3", "sessions.json", "audit", "logs/service.log"} <= set(files)
     holes, number = [], 0
-    for call, path, leaf in directories(document):
+    for turn, (call, path, leaf) in enumerate(directories(document)):
         for own in files:
             directory, _, name = own.rpartition("/")
-            for given in (directory or ".", f"../{directory}", str(service.data_dir / directory)):
+            for given in in_turn(turn + number, directory or ".", f"../{directory}", str(service.data_dir / directory)):
                 number += 1
                 body = {**new_body(call, number), "job_uuid": name}
                 answer = send(raw, call, path, with_text(body, leaf, given))
@@ -192,13 +193,13 @@ def test_no_route_serves_a_file_of_ours_under_any_of_its_parameters(service: Gua
             if "get" not in operations or not path.startswith("/v1/"):
                 continue
             for own, content in first.items():
-                for given in (own, f"../../../../{own}", str(service.data_dir / own)):
+                for given in in_turn(tried, own, f"../../../../{own}", str(service.data_dir / own)):
                     tried += 1
                     target = path.format(**{**KNOWN, "job_uuid": "ended", parameter: quote(given, safe="")})
                     answer = raw.send("GET", target, TOKENS["admin"], None)
                     if answer.status >= 500 or (len(content) > 8 and content in answer.body):
                         holes.append(f"{target}: {answer.status} {answer.body[:100]!r}")
-    assert tried > 500
+    assert tried > (500 if FULL else 160)
     assert not holes, "\n".join(holes)
 
 
@@ -215,6 +216,11 @@ def test_a_service_writes_no_file_that_its_table_does_not_have_and_starts_again_
 
 INSIDE = ("checkpoints", "jobs", "tokens", "reference", "preflights", "trackers", "llama-stack")
 """Directories of the data directory with contents that the table leaves to their owners."""
+
+
+def in_turn(number: int, *given: str) -> tuple[str, ...]:
+    """Of several ways to write a path all, and in CI one of them in turn."""
+    return given if FULL else (given[number % len(given)],)
 
 
 def own_paths(data_dir: Path) -> list[str]:

@@ -1,4 +1,5 @@
-"""The attack table: every route of the OpenAPI document x every caller x every way to write its path.
+"""The attack table: every route of the OpenAPI document x every caller x every way to write its path; in CI every pair
+of these three.
 
 docs/reference/service.md lists who may call which route; a route without a row there fails.
 """
@@ -15,6 +16,7 @@ import pytest
 
 from llama_stack_provider_trl_remote.service.app import make_app
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
+from tests.required import FULL
 from tests.security.guarded import (
     BODIES,
     HIDDEN,
@@ -162,11 +164,12 @@ def test_no_caller_gets_past_the_roles_of_a_route_however_its_path_is_written(
     through, since a service that refuses every caller would pass otherwise."""
     before = service.contents()
     holes, tried = [], 0
-    for route in routes:
-        for caller in callers(service):
-            if may(caller, route):
-                continue
-            for how, method, target in attacks(route):
+    for turn, route in enumerate(routes):
+        refused = [caller for caller in callers(service) if not may(caller, route)]
+        for at, caller in enumerate(refused):
+            for number, (how, method, target) in enumerate(attacks(route)):
+                if not FULL and how != "plain" and (number + turn) % len(refused) != at:
+                    continue
                 answer = send(raw, route, caller, method, target)
                 tried += 1
                 if not is_refused(answer, caller, how):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -138,15 +137,16 @@ def test_damaged_weights_are_a_sentence(model: Path, damage: str) -> None:
 
 
 @pytest.mark.parametrize("damage", CONFIGS)
-def test_a_configuration_that_describes_no_model_is_refused_before_anything_is_built(model: Path, damage: str) -> None:
+def test_a_configuration_that_describes_no_model_is_refused_before_anything_is_built(
+    model: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     changes, sentence = CONFIGS[damage]
     config = model / "config.json"
     text = changes if isinstance(changes, str) else json.dumps({**json.loads(config.read_text()), **changes})
     config.write_text(text)
-    began = time.process_time()
+    monkeypatch.setattr(torch.nn.Module, "__init__", None)  # nothing can be built
     with pytest.raises(JobFailure) as caught:
         load_config(source_of(model))
-    assert time.process_time() - began < 20
     assert sentence in caught.value.message
     assert str(model) in caught.value.message
     assert (caught.value.reason, len(caught.value.message) < 1000) == (Reason.invalid_model, True)

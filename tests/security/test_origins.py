@@ -43,7 +43,6 @@ def status(host: str = OWN, method: str = "GET", scheme: str = "http", **headers
     return 0 if found[0] == 500 else found[0]
 
 
-@pytest.mark.parametrize("method", ["GET", "POST", "DELETE", "OPTIONS"])
 @pytest.mark.parametrize(
     "origin",
     [
@@ -64,8 +63,8 @@ def status(host: str = OWN, method: str = "GET", scheme: str = "http", **headers
         ),
     ],
 )
-def test_a_page_of_another_origin_is_refused(origin: str, method: str) -> None:
-    assert status(method=method, origin=origin) == 403
+def test_a_page_of_another_origin_is_refused(origin: str) -> None:
+    assert {status(method=method, origin=origin) for method in ("GET", "POST", "DELETE", "OPTIONS")} == {403}
 
 
 @pytest.mark.parametrize(

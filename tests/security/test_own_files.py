@@ -135,62 +135,57 @@ def is_glob_of_jobs(node: ast.Call) -> bool:
     return "jobs/*" in ast.unparse(node)
 
 
-@pytest.mark.parametrize("path", examples())
-def test_no_job_takes_a_file_of_ours_as_its_directory(data_dir: Path, path: str) -> None:
+def test_no_job_takes_a_file_of_ours_as_its_directory(data_dir: Path) -> None:
     everywhere = settings(data_dir, checkpoint_roots=[data_dir.parent, "/"])
-    directory, _, name = path.rpartition("/")
-    own = data_dir / path
-    for given in (
-        str(own),
-        str(own / "below"),
-        f"../{path}",
-        f"checkpoints/../{path}",
-        f"./checkpoints/x/../../{path}",
-    ):
+    for number, path in enumerate(examples()):
+        directory, _, name = path.rpartition("/")
+        own, link = data_dir / path, f"link-{number}"
+        (data_dir / "checkpoints" / link).symlink_to(own)
+        bodies: list[dict[str, Any]] = [{"checkpoint_dir": str(own.parent), "job_uuid": name}, {"job_uuid": link}]
         if path != "checkpoints":
+            given = (
+                str(own),
+                str(own / "below"),
+                f"../{path}",
+                f"checkpoints/../{path}",
+                f"./checkpoints/x/../../{path}",
+            )
+            bodies += [{"checkpoint_dir": one} for one in (*given, link)]
+        for body in bodies:
             with pytest.raises(InvalidRequest, match="checkpoint_dir"):
-                resolve_checkpoint_dir(request(checkpoint_dir=given), everywhere)
-    with pytest.raises(InvalidRequest, match="checkpoint_dir"):  # a job that is named as the file is
-        resolve_checkpoint_dir(request(checkpoint_dir=str(own.parent), job_uuid=name), everywhere)
-    (data_dir / "checkpoints" / "link").symlink_to(own)
-    if path != "checkpoints":
-        with pytest.raises(InvalidRequest, match="checkpoint_dir"):
-            resolve_checkpoint_dir(request(checkpoint_dir="link"), everywhere)
-    with pytest.raises(InvalidRequest, match="checkpoint_dir"):
-        resolve_checkpoint_dir(request(job_uuid="link"), everywhere)
-    # The same name where results are.
-    found = resolve_checkpoint_dir(request(checkpoint_dir=directory or None, job_uuid=name), everywhere)
-    expected = directory.removeprefix("checkpoints")
-    assert found == data_dir / "checkpoints" / expected / name
+                resolve_checkpoint_dir(request(**body), everywhere)
+        # The same name where results are.
+        found = resolve_checkpoint_dir(request(checkpoint_dir=directory or None, job_uuid=name), everywhere)
+        assert found == data_dir / "checkpoints" / directory.removeprefix("checkpoints") / name
 
 
-@pytest.mark.parametrize("path", [path for path in examples() if path != "checkpoints"])
-def test_no_request_reads_a_file_of_ours(data_dir: Path, path: str) -> None:
-    own = data_dir / path
-    if not own.is_dir():
-        own = own.parent
-    model = own / "model"
-    model.mkdir(exist_ok=True)
-    (model / "config.json").write_text("{}")
-    (model / "rows.jsonl").write_text("{}\n")
-    link = data_dir / "checkpoints" / "link"
-    link.symlink_to(model)
-    for roots in (None, (data_dir.parent,), (Path("/"),)):
-        for given in (model, link):
-            with pytest.raises(InvalidRequest, match="model"):
-                resolve_base_model("model", str(given), settings(data_dir, model_roots=roots))
+def test_no_request_reads_a_file_of_ours(data_dir: Path) -> None:
     service = ServiceSettings(data_dir=data_dir, dataset_roots=(data_dir.parent,))
     registry = DatasetRegistry(service, Blobs(service))
-    for uri in (f"file://{model}/rows.jsonl", f"{model}/rows.jsonl", f"{link}/rows.jsonl"):
-        with pytest.raises(InvalidRequest, match="dataset_roots"):
-            registry._readable(uri)
-    reference = ReferenceSpec(source=ModelSource(model=str(model)))
-    job = job_spec(model=str(model), method=DpoSpec(reference=reference))
-    read = spec_paths(AttemptSpec(job=job, attempt=1, run_dir=data_dir), [data_dir]).read
-    assert read == [job.data.dataset.path]
-    with pytest.raises(JobConflict, match="among the own files"):
-        Ownership(data_dir).check_unused(own / "sft-1")
-    assert not Ownership(data_dir).is_ours(own / "sft-1")
+    for number, path in enumerate(path for path in examples() if path != "checkpoints"):
+        own = data_dir / path
+        if not own.is_dir():
+            own = own.parent
+        model = own / "model"
+        model.mkdir(exist_ok=True)
+        (model / "config.json").write_text("{}")
+        (model / "rows.jsonl").write_text("{}\n")
+        link = data_dir / "checkpoints" / f"link-{number}"
+        link.symlink_to(model)
+        for roots in (None, (data_dir.parent,), (Path("/"),)):
+            for given in (model, link):
+                with pytest.raises(InvalidRequest, match="model"):
+                    resolve_base_model("model", str(given), settings(data_dir, model_roots=roots))
+        for uri in (f"file://{model}/rows.jsonl", f"{model}/rows.jsonl", f"{link}/rows.jsonl"):
+            with pytest.raises(InvalidRequest, match="dataset_roots"):
+                registry._readable(uri)
+        reference = ReferenceSpec(source=ModelSource(model=str(model)))
+        job = job_spec(model=str(model), method=DpoSpec(reference=reference))
+        read = spec_paths(AttemptSpec(job=job, attempt=1, run_dir=data_dir), [data_dir]).read
+        assert read == [job.data.dataset.path]
+        with pytest.raises(JobConflict, match="among the own files"):
+            Ownership(data_dir).check_unused(own / "sft-1")
+        assert not Ownership(data_dir).is_ours(own / "sft-1")
 
 
 def test_a_directory_of_ours_that_was_moved_to_another_disk_is_ours_there(data_dir: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from llama_stack_provider_trl.system import limited
 from llama_stack_provider_trl.system.limited import Limited, LimitExceeded
 from tests.contract.payloads import sft
 from tests.contract.service import TrainingService, refusal, running_service
+from tests.required import in_full
 from tests.tiny import tiny_model
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
@@ -73,8 +74,10 @@ def rewarded(dataset_id: str) -> Json:
 
 @pytest.mark.parametrize(
     ("path", "body"),
-    [("/post-training/evaluate", evaluation("heavy")), ("/post-training/preference-optimize", rewarded("heavy"))],
-    ids=["evaluate", "grpo"],
+    [
+        ("/post-training/evaluate", evaluation("heavy")),
+        *in_full(("/post-training/preference-optimize", rewarded("heavy"))),
+    ],
 )
 def test_rows_of_a_check_are_not_read_in_the_service(service: TrainingService, path: str, body: Json) -> None:
     peak = PeakMemory(service.pid)

@@ -27,8 +27,6 @@ MOST = 60
 """Connections of the service at a time."""
 SLOW = 200
 HTTP_METHODS = ("get", "head", "put", "post", "delete")
-PROMPT = 1.0
-"""Seconds within which others are answered."""
 
 
 class Hurried(Guarded):
@@ -110,8 +108,8 @@ def answer(one: socket.socket, timeout: float = 20) -> bytes:
     return found
 
 
-def seconds_of_others(service: Guarded) -> dict[str, float]:
-    """How long each takes on a connection of its own: a health check, a node's poll, and a call of the admin."""
+def others_are_answered(service: Guarded) -> None:
+    """Each on a connection of its own: a health check, a node's poll, and a call of the admin."""
     node = {"Authorization": f"Bearer {service.credentials[NODE]}"}
     admin = {"Authorization": f"Bearer {TOKENS['admin']}"}
     report = {"boot_id": f"boot of {NODE}", "tasks": [], "seen": -1}
@@ -120,12 +118,8 @@ def seconds_of_others(service: Guarded) -> dict[str, float]:
         "a node's poll": partial(requests.post, f"{service.url}/v1/nodes/{NODE}/poll", json=report, headers=node),
         "the admin": partial(requests.get, f"{service.url}/v1/tokens", headers=admin),
     }
-    found = {}
     for name, call in calls.items():
-        begun = time.monotonic()
         assert call(timeout=10).status_code == 200, name
-        found[name] = time.monotonic() - begun
-    return found
 
 
 FLOODS = {
@@ -139,12 +133,11 @@ FLOODS = {
 
 
 @pytest.mark.parametrize("sent", FLOODS.values(), ids=FLOODS)
-def test_others_are_answered_within_a_second_beside(service: Guarded, sent: bytes) -> None:
-    with flood(service, [sent] * SLOW):
-        seconds_of_others(service)  # while the flood itself is still being accepted
-        for _ in range(3):
-            found = seconds_of_others(service)
-            assert max(found.values()) < PROMPT, found
+def test_others_are_answered_beside(service: Guarded, sent: bytes) -> None:
+    with flood(service, [sent] * SLOW) as slow:
+        for _ in range(4):  # at first while the flood itself is still being accepted
+            others_are_answered(service)
+        assert not all(map(is_closed, slow)), "they were answered when the flood was over"
 
 
 def test_a_caller_with_few_requests_keeps_them_beside_a_flood_of_another(service: Guarded) -> None:

@@ -15,6 +15,7 @@ from llama_stack_provider_trl.errors import RowsRemoved, StoreError
 from llama_stack_provider_trl.jobs.store.database import Database
 from llama_stack_provider_trl_remote.service.datasets import registration
 from llama_stack_provider_trl_remote.service.http import received
+from tests.required import FULL, in_full
 from tests.security.in_process_calls import Answer, answer_of, calls
 from tests.security.in_process_calls import app as app
 
@@ -48,7 +49,9 @@ ADVICE = {
 }
 
 
-@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize(
+    "error", [*ADVICE, "not permitted", *in_full(*(name for name in ERRORS if name not in (*ADVICE, "not permitted")))]
+)
 def test_no_route_answers_500_whatever_its_store_raises(
     app: FastAPI, monkeypatch: pytest.MonkeyPatch, error: str
 ) -> None:
@@ -91,10 +94,17 @@ OF_BODIES = {
 }
 
 
-@pytest.mark.parametrize("place", ["the file", "its bytes", "the child"])
-@pytest.mark.parametrize("name", OF_BODIES)
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        (place, name)
+        for number, name in enumerate(OF_BODIES)
+        for turn, place in enumerate(("the file", "its bytes", "the child"))
+        if FULL or turn == number % 3
+    ],
+)
 def test_a_large_body_that_cannot_be_spooled_or_parsed_is_answered_as_elsewhere(
-    app: FastAPI, monkeypatch: pytest.MonkeyPatch, name: str, place: str
+    app: FastAPI, monkeypatch: pytest.MonkeyPatch, place: str, name: str
 ) -> None:
     error, status = OF_BODIES[name]
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import TrainingService, refusal, running_service
+from tests.required import in_full
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.contract
@@ -34,21 +35,22 @@ def model_with(path: Path, template: str) -> str:
     return str(path)
 
 
+HUNGRY = {
+    "memory": ("{% set x = 'a' * (7 * 1024**3) %}{{ x | length }}", "takes more than 1024 MiB of memory to write one"),
+    "loop": (
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "takes more than 10 s of CPU",
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    ("template", "sentence"),
-    [
-        ("{% set x = 'a' * (7 * 1024**3) %}{{ x | length }}", "takes more than 1024 MiB of memory to write one"),
-        (
-            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-            "takes more than 10 s of CPU",
-        ),
-    ],
-    ids=["memory", "loop"],
+    ("path", "kind"), [(PREFLIGHT, "memory"), (PREVIEW, "loop"), *in_full((PREFLIGHT, "loop"), (PREVIEW, "memory"))]
 )
-@pytest.mark.parametrize("path", [PREFLIGHT, PREVIEW])
 def test_a_chat_template_that_takes_too_much_is_refused_by_its_name(
-    service: TrainingService, tmp_path: Path, path: str, template: str, sentence: str
+    service: TrainingService, tmp_path: Path, path: str, kind: str
 ) -> None:
+    template, sentence = HUNGRY[kind]
     hungry = model_with(tmp_path / "model", template)
     answer = service.session.post(f"{service.url}/v1{path}", json=sft("hungry", "questions", model=hungry), timeout=120)
     assert f"the chat template of '{hungry}' {sentence}" in refusal(answer)

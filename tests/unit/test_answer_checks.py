@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import pytest
@@ -96,11 +95,9 @@ BRANCHES = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in ran
 )
 def test_a_check_that_would_not_end_is_given_up(check: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llama_stack_provider_trl.specs.compiled_checks.TIMEOUT", 0.05)
-    began = time.monotonic()
     one = AnswerCheck.model_validate(check)
     with pytest.raises(TimeoutError):
         passes(one, json.dumps("a" * 90 + "!"), reference(one, one.given))
-    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize(

@@ -24,21 +24,18 @@ def allowed_modules(patterns: list[str]) -> list[str]:
     return [pattern for name in patterns if name in table for pattern in table[name][0]]
 
 
-@pytest.mark.parametrize("module", sorted(modules()))
-def test_a_module_imports_only_what_its_package_may(module: str) -> None:
-    home = package_of(module)
-    own, may = packages()[home]
-    ours = own + allowed_modules(may)
-    for imported in imports(modules()[module]):
-        if imported.startswith("our:"):
+def test_a_module_imports_only_what_its_package_may() -> None:
+    found = []
+    for module, path in sorted(modules().items()):
+        home = package_of(module)
+        own, may = packages()[home]
+        ours = ["__init__", *own, *allowed_modules(may)]
+        for imported in imports(path):
             name = imported.removeprefix("our:")
-            assert name == "__init__" or any(fnmatch(name, pattern) for pattern in ours), (
-                f"{module} (package {home}) imports {name}, which docs/explanation/architecture.md does not allow"
-            )
-        else:
-            assert imported in STDLIB or imported in may, (
-                f"{module} (package {home}) imports {imported}, which docs/explanation/architecture.md does not allow"
-            )
+            allowed = STDLIB.union(may) if name == imported else {name for one in ours if fnmatch(name, one)}
+            if name not in allowed:
+                found.append(f"{module} (package {home}) imports {name}")
+    assert not found, f"docs/explanation/architecture.md does not allow: {found}"
 
 
 def test_a_package_imports_only_packages_above_it() -> None:
@@ -137,3 +134,15 @@ def test_no_directory_of_the_jobs_package_has_more_than_twelve_entries() -> None
     for directory in (jobs, *(path for path in jobs.rglob("*") if path.is_dir() and path.name != "__pycache__")):
         entries = [path.name for path in directory.iterdir() if not path.name.startswith("__")]
         assert len(entries) <= 12, f"{directory.name}: {sorted(entries)}"
+
+
+def test_no_module_of_tests_imports_one_that_holds_tests() -> None:
+    """What several files of tests share is in a module beside them, without `test_`, or in conftest.py."""
+    found = []
+    for path in (REPOSITORY / "tests").rglob("*.py"):
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+                if any(part.startswith("test_") for name in names for part in name.split(".")):
+                    found.append(f"{path.relative_to(REPOSITORY)}:{node.lineno}")
+    assert found == []

@@ -16,17 +16,11 @@ from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec
 from llama_stack_provider_trl.specs.methods import RewardSpec
-from tests.unit.test_bases import LORA, ROWS, add, request
-from tests.unit.test_model_graders import LABEL, SCORE
+from tests.unit.asking_graders import LABEL, SCORE
+from tests.unit.based_jobs import LORA, ROWS, add, request
+from tests.unit.based_jobs import store as store
 
 FIELD = "algorithm_config.rewards.0.check.grader"
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Any:
-    made = Store(tmp_path / "jobs.sqlite3")
-    yield made
-    made.close()
 
 
 @pytest.fixture

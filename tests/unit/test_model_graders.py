@@ -30,15 +30,9 @@ from llama_stack_provider_trl_remote.service.routes.graders import run_grader
 from llama_stack_provider_trl_remote.service.serving.chats import Chats, unless_left
 from llama_stack_provider_trl_remote.service.serving.graders import ask
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
+from tests.unit.asking_graders import LABEL, SCORE, TEXT
 
 ADAPTER: TypeAdapter[Any] = TypeAdapter(Grader)
-TEXT = "{{sample.output_text}}"
-ASK = {"role": "user", "content": f"Is {TEXT} {{{{item.answer}}}}?"}
-SCORE: dict[str, Any] = {"type": "score_model", "name": "score", "model": "judge", "input": [ASK]}
-LABEL: dict[str, Any] = {
-    **{"type": "label_model", "name": "label", "model": "judge", "input": [ASK]},
-    **{"labels": ["Good", "bad", "1"], "passing_labels": ["Good", "1"]},
-}
 ITEM = {"answer": "Paris"}
 
 

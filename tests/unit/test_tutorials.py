@@ -23,6 +23,10 @@ def shell_lines(page: str) -> list[str]:
     return [re.sub(r"(^|\s)#.*", "", line).strip() for line in lines]
 
 
+def every_line() -> list[tuple[str, str]]:
+    return [(page, line) for page in PAGES for line in shell_lines(page)]
+
+
 @cache
 def sources() -> str:
     kinds = ("scripts/*.sh", "run*.yaml", "llama_stack_provider_trl*/**/*.py", "tests/**/*.py")
@@ -36,9 +40,8 @@ def test_the_first_tutorial_is_the_program_of_the_readme_in_steps() -> None:
     assert "from_pretrained" in load_the_result
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_each_command_of_trl_remote_in_a_shell_block_is_one_that_it_takes(page: str) -> None:
-    for line in shell_lines(page):
+def test_each_command_of_trl_remote_in_a_shell_block_is_one_that_it_takes() -> None:
+    for page, line in every_line():
         if (found := re.search(r"(?:^|[\s/])trl-remote (.+)", line)) is None:
             continue
         given = [word for word in shlex.split(found[1]) if word != "..."]
@@ -51,9 +54,8 @@ def test_each_command_of_trl_remote_in_a_shell_block_is_one_that_it_takes(page: 
             pytest.fail(f"{page}: trl-remote refuses {line!r}")
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_each_script_and_variable_in_a_shell_block_exists(page: str) -> None:
-    for line in shell_lines(page):
+def test_each_script_and_variable_in_a_shell_block_exists() -> None:
+    for page, line in every_line():
         for script in re.findall(r"(?:^|\s)(?:\./)?((?:scripts|examples|benchmarks)/[\w./-]+)", line):
             assert (REPOSITORY / script).is_file(), f"{page}: {line!r} names {script}, which is not there"
         for variable in re.findall(r"\b(TRL_[A-Z_]+)\b", line):

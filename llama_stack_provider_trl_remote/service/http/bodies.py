@@ -25,7 +25,6 @@ from llama_stack_provider_trl.stack.responses import Checkpoint
 from ...wire import NAME
 from .dataset_bodies import RequestBody, Sha256
 
-
 _GivenOptions = Annotated[ProviderOptions | None, SkipValidation, CheckedElsewhere()]
 
 
