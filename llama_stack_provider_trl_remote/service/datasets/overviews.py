@@ -13,7 +13,7 @@ from llama_stack_provider_trl.specs.rows import ROW_SHAPES
 from llama_stack_provider_trl.system.limited import Limited
 from llama_stack_provider_trl.system.offload import in_work_thread
 
-from ..http.bodies import UriSource
+from ..http.dataset_bodies import UriSource
 from ..http.errors import NotFound
 from .blobs import Blobs
 from .registry import DatasetRegistry, Entry

@@ -15,7 +15,7 @@ from llama_stack_provider_trl.specs.previewed import inference_sentence
 from llama_stack_provider_trl.specs.row_files import ENDINGS, ROW_READERS, ending_of
 
 from ..dependencies import DatasetsDep, JobChecksDep, OverviewsDep, RowUploadsDep
-from ..http.bodies import BlobSource, RegisterDataset
+from ..http.dataset_bodies import BlobSource, RegisterDataset
 from ..http.preview import PreviewBody
 from ..security.access import USERS, USERS_FILE, USERS_FORM, CurrentCaller, GuardedRoute
 from .job_form import job_of, validated

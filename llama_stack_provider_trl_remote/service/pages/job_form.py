@@ -330,7 +330,7 @@ class FormKind(NamedTuple):
     """Of its further fields, as JSON."""
 
 
-KINDS = {
+FORM_KINDS = {
     "train": FormKind("Train", (), ""),
     "evaluate": FormKind("Evaluate", ("model", "dataset"), '{"checks": [{"type": "exact", "column": "answer"}]}'),
     "generate": FormKind("Generate", ("model", "dataset", "output"), '{"max_new_tokens": 256, "temperature": 0}'),
@@ -346,7 +346,7 @@ def work_of(fields: Mapping[str, str]) -> dict[str, Any]:
     Raises:
         InvalidRequest: one of the JSON fields has no object, or a field that another one has.
     """
-    needs = KINDS[fields["kind"]].needs
+    needs = FORM_KINDS[fields["kind"]].needs
     names = (("job", "job_uuid"), ("model", "model"), ("dataset", "dataset_id"), ("to", "to"))
     body: dict[str, Any] = {
         to: fields[name].strip() for name, to in names if name in ("job", *needs) and fields.get(name, "").strip()
@@ -357,7 +357,7 @@ def work_of(fields: Mapping[str, str]) -> dict[str, Any]:
     if fields.get("priority"):
         options = _merged({"priority": fields["priority"]}, options, "provider_options.")
     made = {**body, **({"provider_options": options} if options else {})}
-    return _merged(made, _object(fields.get("request", ""), "request", KINDS[fields["kind"]].example), "")
+    return _merged(made, _object(fields.get("request", ""), "request", FORM_KINDS[fields["kind"]].example), "")
 
 
 def validated[Body: BaseModel](kind: type[Body], body: Mapping[str, Any]) -> Body:

@@ -22,10 +22,7 @@ from llama_stack_provider_trl.system.offload import in_work_thread
 
 from ..dependencies import DatasetsDep, JobChecksDep, StoreDep, SubmissionsDep
 from ..http.bodies import (
-    EvaluateBody,
-    ExportBody,
-    GenerateBody,
-    MergeBody,
+    WORK_BODIES,
     PreferenceOptimizeBody,
     PreflightBody,
     SupervisedFineTuneBody,
@@ -33,8 +30,8 @@ from ..http.bodies import (
 from ..jobs.submissions import JobBody
 from ..security.access import USERS, USERS_JOB_FORM, CurrentCaller
 from .job_form import (
+    FORM_KINDS,
     FORM_METHODS,
-    KINDS,
     LONGEST_SHOWN,
     LORA_RANK,
     PRESETS,
@@ -55,12 +52,6 @@ from .route import PageRoute, problem_of
 
 _MODELS = 100
 """Jobs whose models are suggested."""
-_BODIES: dict[str, type[EvaluateBody | GenerateBody | MergeBody | ExportBody]] = {
-    "evaluate": EvaluateBody,
-    "generate": GenerateBody,
-    "merge": MergeBody,
-    "export": ExportBody,
-}
 router = APIRouter(route_class=PageRoute, prefix="/new", include_in_schema=False)
 
 
@@ -151,7 +142,7 @@ async def _check_work(request: Request, registry: DatasetsDep, store: Store, fie
 async def _body(fields: Mapping[str, str]) -> JobBody:
     """The request of a form. Raises InvalidRequest, RequestValidationError."""
     if (kind := _kind(fields)) != "train":
-        return validated(_BODIES[kind], await in_work_thread(work_of, fields))
+        return validated(WORK_BODIES[kind], await in_work_thread(work_of, fields))
     if await _method(fields) != "sft":
         return validated(PreferenceOptimizeBody, await in_work_thread(job_of, fields))
     return validated(SupervisedFineTuneBody, await in_work_thread(job_of, fields))
@@ -160,8 +151,8 @@ async def _body(fields: Mapping[str, str]) -> JobBody:
 def _kind(fields: Mapping[str, str]) -> str:
     """The kind of a form's job. Raises InvalidRequest: there is no such kind."""
     kind = fields.get("kind") or "train"
-    if kind not in KINDS:
-        raise InvalidRequest("kind", kind, f"expected one of {', '.join(KINDS)}")
+    if kind not in FORM_KINDS:
+        raise InvalidRequest("kind", kind, f"expected one of {', '.join(FORM_KINDS)}")
     return kind
 
 
@@ -185,7 +176,7 @@ async def _page(
     problem: str = "",
     source: str = "",
 ) -> Response:
-    kind = fields.get("kind") if fields.get("kind") in KINDS else "train"
+    kind = fields.get("kind") if fields.get("kind") in FORM_KINDS else "train"
     fields = {**fields, "kind": str(kind)}
     datasets = await asyncio.to_thread(registry.names)
     installed = await asyncio.to_thread(custom_names)
@@ -201,8 +192,8 @@ async def _page(
         models=await asyncio.to_thread(_known_models, store),
         methods=[*FORM_METHODS.items(), *((name, f"{name} (installed)") for name in installed)],
         kind=kind,
-        kinds=KINDS,
-        needs=KINDS[str(kind)].needs,
+        kinds=FORM_KINDS,
+        needs=FORM_KINDS[str(kind)].needs,
         targets=[(target, target) for target in get_args(ExportTarget)],
         presets=PRESETS,
         address=partial(_address, kept),
