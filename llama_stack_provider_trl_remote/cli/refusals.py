@@ -88,7 +88,7 @@ async def _nearest(client: ServiceClient, options: Namespace, detail: str) -> st
 
 
 async def _jobs(client: ServiceClient) -> list[str]:
-    found = await client.get("/v1/post-training/queue", limit=_MOST_NAMES)
+    found = await client.get("/v1/post-training/queue", limit=_MOST_NAMES, offset=0, sort="-created")
     return [one["job_uuid"] for one in found["data"]]
 
 

@@ -63,6 +63,7 @@ HTTP_METHODS = {"get", "put", "post", "delete", "head", "patch", "options", "tra
 QUERIES = {
     "GET /post-training/job/status": "job_uuid=waiting",
     "GET /post-training/job/artifacts": "job_uuid=waiting",
+    "GET /data/rows": "dataset=questions",
     "POST /nodes/{name}/tasks/{task_id}/events": "offset=0",
     "PUT /nodes/{name}/tasks/{task_id}/logs/{file}": "offset=0",
     "PUT /nodes/{name}/tasks/{task_id}/checkpoints/{checkpoint}/files/{path}": f"offset=0&sha256={'0' * 64}",
