@@ -6,6 +6,7 @@ from typing import Any
 
 from llama_stack_provider_trl_remote.service.pages.compare_view import compared, measured
 from llama_stack_provider_trl_remote.service.pages.job_view import Setting
+from llama_stack_provider_trl_remote.service.pages.settings_view import in_groups
 
 
 def test_settings_are_beside_each_other_and_those_that_differ_are_known() -> None:
@@ -78,3 +79,19 @@ def test_judges_and_models_that_no_job_has_made_are_not_taken_for_what_was_measu
     for source, work, bases, expected in cases:
         config = {**source, "bases": bases, "work": work}
         assert measured([{"result": {"loss": 2.5}, "effective_config": config}])[0].values == [expected]
+
+
+def test_settings_that_differ_stand_in_the_groups_of_a_job() -> None:
+    one = [
+        Setting("model", "a", ""),
+        Setting("optimizer.learning_rate", "1", ""),
+        Setting("global_batch_size", "", "8"),
+    ]
+    other = [Setting("model", "b", ""), Setting("optimizer.learning_rate", "2", ""), Setting("seed", "1", "")]
+    groups = in_groups(setting for setting in compared([one, other]) if setting.differs)
+    assert [(group.title, [row.name for row in group.settings]) for group in groups] == [
+        ("Model", ["model"]),
+        ("Data", ["seed"]),
+        ("Optimizer", ["optimizer.learning_rate"]),
+        ("Reported by the training", ["global_batch_size"]),
+    ]
