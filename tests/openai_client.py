@@ -147,10 +147,9 @@ def trained(model: str, method: str) -> str:
     else:
         raise AssertionError(f"{tuned} is still there")
     assert client.files.delete(file).deleted
-    return (
-        f"{method}: {len(losses)} steps, {len(events)} events, {len(checkpoints)} checkpoints, "
-        f"{time.monotonic() - began:.0f} s"
-    )
+    counted = {"steps": losses, "events": events, "checkpoints": checkpoints}
+    numbers = ", ".join(f"{name} {len(found)}" for name, found in counted.items())
+    return f"{method}: {numbers}, {time.monotonic() - began:.0f} s"
 
 
 def main() -> None:
