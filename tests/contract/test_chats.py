@@ -53,12 +53,19 @@ SCHEMA = within(
         "additionalProperties": False,
     }
 )
+PREFERENCE = {"type": "dpo", "beta": 0.1}
+REWARDS = {
+    "type": "grpo",
+    "num_generations": 2,
+    "max_completion_length": 8,
+    "rewards": [{"check": {"type": "regex", "pattern": "[ea]"}}],
+}
 PROMPTS = [f"What is {n} times two?" for n in range(50 if FULL else 20)]
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingService]:
-    """A service with two completed jobs: an adapter, and all weights."""
+    """A service with completed jobs: an adapter and all weights by SFT; with TRL_TESTS=full also by DPO and GRPO."""
     with running_service(tmp_path_factory.mktemp("chats")) as service:
         service.register("rows", QUESTIONS)
         options = {"save_steps": 20, "keep_last": 20}
@@ -70,11 +77,14 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingServic
             service.wait_state(name, "completed", timeout=120)
         if FULL:
             service.register("pairs", PAIRS, dataset_type="preference")
-            body = sft("preferring", "pairs", algorithm_config={"type": "dpo", "beta": 0.1})
-            del body["training_config"]["data_config"]["data_format"]
-            body["training_config"]["optimizer_config"]["lr"] = 5e-3
-            service.submit(DPO, body, options={"lora": LORA})
-            service.wait_state("preferring", "completed", timeout=120)
+            service.register("prompts", [{"prompt": row["prompt"]} for row in QUESTIONS])
+            for name, rows, method in (("preferring", "pairs", PREFERENCE), ("rewarded", "prompts", REWARDS)):
+                for kind, options in (("adapter", {"lora": LORA}), ("whole", {})):
+                    body = sft(f"{name}-{kind}", rows, algorithm_config=method)
+                    del body["training_config"]["data_config"]["data_format"]
+                    body["training_config"]["optimizer_config"]["lr"] = 5e-3
+                    service.submit(DPO, body, options=options)
+                    service.wait_state(f"{name}-{kind}", "completed", timeout=120)
         yield service
 
 
@@ -160,7 +170,10 @@ def serving_processes(service: TrainingService) -> list[Path]:
         *in_full(
             ("job:adapter/checkpoint-20", "adapter", "checkpoint-20"),
             ("ft:whole", "whole", "final"),
-            ("ft:preferring", "preferring", "final"),
+            *(
+                (f"ft:{job}", job, "final")
+                for job in ("preferring-adapter", "preferring-whole", "rewarded-adapter", "rewarded-whole")
+            )
         ),
     ],
 )

@@ -8,13 +8,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -22,9 +23,10 @@ from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes.exports import adapter as adapter_files
 from llama_stack_provider_trl.recipes.exports import attempt, gguf_file, llamacpp, reference
 from llama_stack_provider_trl.recipes.exports.architectures import rope_factors
+from llama_stack_provider_trl.recipes.exports.llamacpp import LlamaCppReader
 from llama_stack_provider_trl.recipes.exports.proof import AnsweredToken, compared
 from llama_stack_provider_trl.recipes.exports.readers import TransformersReader
-from llama_stack_provider_trl.recipes.exports.reference import Expected, Prompt
+from llama_stack_provider_trl.recipes.exports.reference import Expected, Prompt, Trained, greedy
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Event, Failed, Finished, Progress
 from llama_stack_provider_trl.specs.exports import EXPORT_RECORD, EXPORTING, GGUF_FILE, ExportSpec
 from llama_stack_provider_trl.specs.job import DatasetRef, MixedDataset, ShareSpec
@@ -39,6 +41,9 @@ from tests.tiny_vision import tiny_vision_model
 from tests.training import LORA, SFT_ROWS, dataset, job_spec, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+REPORTED = (
+    "type", "read_by", "logits_difference", "largest_logits_difference", "greedy_tokens", "equal_greedy_tokens"
+)  # fmt: skip
 
 
 def exported(
@@ -179,8 +184,11 @@ def test_the_model_of_the_quickstart_answers_the_same_from_gguf(
 ) -> None:
     model = quickstart_model(tmp_path_factory)
     found = result(exported(tmp_path, model, kind=kind))
+    print({name: found[name] for name in REPORTED})
     assert found["parameters"] > 1.3e8
     assert found["logits_difference"] < found["logits_bound"]
+    if kind == "f16":
+        assert found["equal_greedy_tokens"] == found["greedy_tokens"]
 
 
 def test_safetensors_are_the_model_with_its_adapter_merged_in(tmp_path: Path) -> None:
@@ -292,6 +300,40 @@ def test_an_adapter_alone_is_added_to_the_gguf_file_of_its_base(
     )
     assert 'llama-server -m "$BASE" --lora adapter.gguf' in (final / "README.md").read_text()
     assert not list((tmp_path / "checkpoints").glob(f"{EXPORTING}*"))
+
+
+def _answers(trained: Trained, model: Any) -> list[Expected]:
+    return [Expected(prompt, *greedy(model, prompt.ids, 24, trained.ends)) for prompt in trained.prompts()]
+
+
+@pytest.mark.skipif(not llamacpp.is_installed(), reason="the extra llamacpp is not installed")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("of", ["tiny", *in_full("smollm2")])
+def test_llama_cpp_switches_between_adapters_with_each_request(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, of: str
+) -> None:
+    model, scale, kind = tiny_decoder("llama"), 0.1, "f32"
+    if of == "smollm2":
+        model, scale, kind = quickstart_model(tmp_path_factory), 0.01, "f16"
+    result(exported(tmp_path / "base", model, kind=kind))
+    trained = Trained(job_spec(tmp_path, model, token_cache=None))
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    expected = {None: _answers(trained, base)}
+    files = list[Path]()
+    for number, modules in enumerate((["q_proj", "down_proj"], ["v_proj", "up_proj"])):
+        root = tmp_path / f"adapter-{number}"
+        adapter = adapter_of(model, root / "peft", scale=scale, target_modules=modules)
+        result(exported(root, model, "lora-gguf", adapter))
+        files.append(root / "checkpoints" / "final" / "adapter.gguf")
+        adapted = PeftModel.from_pretrained(base, str(adapter)).eval()
+        expected[number] = _answers(trained, adapted)
+        base = adapted.unload()
+    assert len({tuple(one.tokens[0] for one in answers) for answers in expected.values()}) > 1
+    with closing(LlamaCppReader(tmp_path / "base" / "checkpoints" / "final", 512, 1, files)) as reader:
+        for turn in (0, None, 1, 0, 1, None):
+            reader.scales = [float(turn == number) for number in range(2)]
+            report = compared(expected[turn], trained.ends, reader, kind, trained.tokenizer.decode)
+            print(turn, {name: report[name] for name in REPORTED if name in report})
 
 
 def _rows_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:

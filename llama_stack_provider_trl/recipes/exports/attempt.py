@@ -201,11 +201,11 @@ def _reader(
     if lora is not None and not is_gguf:
         storage = trained.storage.with_dtype(trained.compared_in)
         return AdapterReader(directory, load_model(trained.spec.source, storage, torch.device("cpu")))
-    adapter = directory / ADAPTER_GGUF if lora is not None else None
+    adapters = [directory / ADAPTER_GGUF] if lora is not None else []
     model = directory if lora is None else weights / _BASE
     if is_gguf and is_installed():
         context = max(len(one.prompt.ids) + len(one.tokens) for one in expected)
-        return LlamaCppReader(model, context, torch.get_num_threads(), adapter)
+        return LlamaCppReader(model, context, torch.get_num_threads(), adapters)
     config = trained.plain.config if is_gguf else None
     trusts = trained.spec.source.trust_remote_code
     return TransformersReader(model, trained=config, trust_remote_code=trusts, dtype=trained.compared_in)

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import shutil
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -42,13 +43,13 @@ class LlamaCppReader:
 
     Args:
         context: tokens of a prompt with its answer.
-        adapter: a GGUF file of an adapter that is added to the model.
+        adapters: GGUF files of adapters that are added to the model.
 
     Raises:
         JobFailure: export_failed, it cannot be loaded.
     """
 
-    def __init__(self, directory: Path, context: int, threads: int, adapter: Path | None = None) -> None:
+    def __init__(self, directory: Path, context: int, threads: int, adapters: Sequence[Path] = ()) -> None:
         import xllamacpp
 
         self.name = f"llama.cpp by {PACKAGE} {importlib.metadata.version(PACKAGE)}"
@@ -56,16 +57,19 @@ class LlamaCppReader:
         self._metadata = metadata(directory / GGUF_FILE)
         self._scratch = Path(mkdtemp(prefix="llamacpp-"))
         self._socket = self._scratch / "server.sock"
+        self.scales = [1.0] * len(adapters)
+        """Of the adapters, in each request from now on. 0: it is not added."""
         params = xllamacpp.CommonParams()
         params.model.path = str(directory / GGUF_FILE)
-        if adapter is not None:
-            params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(str(adapter), 1.0)]
+        if adapters:
+            params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(str(path), 1.0) for path in adapters]
         params.hostnames = [str(self._socket)]
         params.n_ctx = context
         params.n_parallel = 1
         params.use_jinja = params.swa_full = True
         params.warmup = params.fit_params = params.ui = False
         params.verbosity = 0
+        params.cache_ram_mib = 0  # that cache gives what was computed with one adapter to a request with another
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         try:
@@ -111,7 +115,8 @@ class LlamaCppReader:
         return steps
 
     def _complete(self, ids: list[int], most: int, **given: Any) -> dict[str, Any]:
-        asked = {"prompt": ids, "n_predict": most, "temperature": 0, **given}
+        lora = [{"id": number, "scale": scale} for number, scale in enumerate(self.scales)]
+        asked = {"prompt": ids, "n_predict": most, "temperature": 0, "lora": lora, **given}
         return self._ask("/completion", asked)
 
     def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
