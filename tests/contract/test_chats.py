@@ -173,7 +173,7 @@ def serving_processes(service: TrainingService) -> list[Path]:
             *(
                 (f"ft:{job}", job, "final")
                 for job in ("preferring-adapter", "preferring-whole", "rewarded-adapter", "rewarded-whole")
-            )
+            ),
         ),
     ],
 )
