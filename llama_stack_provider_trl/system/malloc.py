@@ -1,4 +1,5 @@
-"""Controls glibc's malloc in a training process: whether it keeps large blocks for the next step, or frees each."""
+"""Controls glibc's malloc: whether a training process keeps large blocks for the next step, or frees each; how many
+arenas the threads of a service have."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ step needs is in the blocks that are kept."""
 SECONDS = 1.0
 """Seconds between two measurements of free memory; one takes a tenth of a millisecond."""
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8  # malloc.h
 _DEFAULT_TRIM, _DEFAULT_MMAPS, _NEVER = 128 << 10, 1 << 16, -1
 _IS_MMAPPED = 2
 """A bit of the word before a block, which holds its size."""
@@ -36,6 +37,16 @@ _LARGEST, _SMALLEST = 1 << 30, int(FRUGAL["MALLOC_MMAP_THRESHOLD_"])
 def environment(environ: Mapping[str, str]) -> Mapping[str, str]:
     """Settings for a training process at its start; empty where the environment has its own."""
     return {} if _settings(environ) else FRUGAL
+
+
+def share_arenas() -> None:
+    """Have all threads of this process take their blocks from one arena. By default each has its own, and keeps what it
+    frees; the threads of a service wait for disks and for each other, and seldom for the lock of an arena.
+
+    Does nothing where the C library has no such setting, or where the environment has one.
+    """
+    if hasattr(_libc(), "mallopt") and not _settings(os.environ):
+        _set(_ARENA_MAX, 1)
 
 
 class Malloc:

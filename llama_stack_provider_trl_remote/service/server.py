@@ -21,6 +21,7 @@ from llama_stack_provider_trl.jobs.store.database import private_data_dir
 from llama_stack_provider_trl.system.console import complain, show_lines
 from llama_stack_provider_trl.system.data_dir import DataDir
 from llama_stack_provider_trl.system.logs import start_logging
+from llama_stack_provider_trl.system.malloc import share_arenas
 from llama_stack_provider_trl.system.offload import CallThreads
 from llama_stack_provider_trl.system.process import FileLock, hide_from_other_processes
 
@@ -66,6 +67,7 @@ def serve(settings: ServiceSettings, config: Path | None = None) -> int:
 
 
 async def _serve(settings: ServiceSettings, config: Path | None, listener: socket.socket) -> None:
+    share_arenas()
     receivers = receivers_of(settings.openai.webhooks)  # a start that its secrets refuse changes nothing
     service = Service(settings, config)
     if settings.isolation != "off" and not service.isolation.how:

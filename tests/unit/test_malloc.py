@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from llama_stack_provider_trl.system import malloc
-from llama_stack_provider_trl.system.malloc import FRUGAL, Malloc
+from llama_stack_provider_trl.system.malloc import FRUGAL, Malloc, share_arenas
 
 GIB = 1 << 30
 
@@ -170,3 +170,15 @@ def test_glibc_follows_its_tunables() -> None:
     assert after_poll < few
     assert again >= most
     assert at_last < few
+
+
+def test_the_threads_of_a_service_share_an_arena_unless_the_environment_has_a_setting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch)
+    share_arenas()
+    assert world.knobs == {}
+    for name in FRUGAL:
+        monkeypatch.delenv(name)
+    share_arenas()
+    assert world.knobs == {-8: 1}  # M_ARENA_MAX

@@ -27,7 +27,7 @@ descriptor."""
 _RESERVE = 256
 """Descriptors for the job store, logs, children and connections that are being accepted."""
 _MOST_CONNECTIONS = 4096
-"""Connections by default. An idle one takes 15 KiB, one that sends a body up to 320 KiB."""
+"""Connections by default. An idle one takes 15 KiB, one that sends a body up to 64 KiB more."""
 _WAITING = 4
 """Part of the connections that requests leave to those which have sent none: through these every caller comes."""
 _PARTS: dict[Kind, int] = {"unknown": 1, "user": 4, "node": 4, "admin": 2}

@@ -34,7 +34,7 @@ MAX_DEPTH = 64
 TOO_DEEP = f"the body is nested more than {MAX_DEPTH} levels deep: flatten it"
 _TOTAL = 32 * MIB
 _WAITING = 100
-"""Requests that may wait for memory. Each may have 320 KiB in the buffers of its connection."""
+"""Requests that may wait for memory. Each may have 64 KiB in the buffers of its connection."""
 _PATIENCE = 10.0
 """Seconds that a request waits for memory, unread."""
 _SHARE = 4
