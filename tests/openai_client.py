@@ -100,7 +100,7 @@ def trained(model: str, method: str) -> str:
     job = client.fine_tuning.jobs.create(
         model=model,
         training_file=file,
-        method={"type": method, method: METHODS[method]},  # type: ignore[misc, arg-type]
+        method={"type": method, method: METHODS[method]},  # type: ignore[arg-type]
         suffix=method,
         seed=7,
     )
