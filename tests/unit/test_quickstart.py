@@ -86,6 +86,6 @@ def test_a_followed_job_is_a_few_whole_lines_where_nobody_watches(
     captured = capsys.readouterr()
     lines = (captured.out + captured.err).splitlines()
     assert "\r" not in captured.out + captured.err
-    assert lines[0] == "sft-1  in_progress    0% step 0/50  loss 1.000"
+    assert lines[0] == "sft-1  running    0% step 0/50  loss 1.000"
     assert lines[-1] == "sft-1  completed  100% step 50/50  loss 1.000"
     assert len(lines) == 12
