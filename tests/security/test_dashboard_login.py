@@ -310,6 +310,28 @@ def test_html_in_rows_is_shown_as_text_and_a_wrong_field_is_named_beside_the_for
         assert "<b>" not in refused.text
 
 
+def test_a_file_is_taken_from_its_own_page_only(admin: Browser, service: Guarded) -> None:
+    url, rows = f"{service.url}/data/upload?dataset=sent&file=rows.csv", b"prompt,completion\na,b\n"
+    good = {
+        "Origin": service.url,
+        "Content-Type": "application/octet-stream",
+        "X-Form-Token": admin.form_token("/data"),
+    }
+    for wrong in (
+        {"X-Form-Token": "x"},
+        {"X-Form-Token": None},
+        {"Origin": "http://127.0.0.1:1"},
+        {"Origin": None},
+        {"Content-Type": "text/plain"},
+        {"Content-Type": "application/x-www-form-urlencoded"},
+    ):
+        answer = admin.session.post(url, data=rows, headers={**good, **wrong}, timeout=30)
+        assert answer.status_code in (400, 403), wrong
+    assert service.get("/datasets/sent").status_code == 404
+    assert admin.session.post(url, data=rows, headers=good, timeout=60).status_code == 201
+    assert service.get("/datasets/sent").json()["metadata"]["num_rows"] == 1
+
+
 def test_a_job_is_queued_by_its_form_and_what_is_wrong_is_named_beside_it(browser: Browser, service: Guarded) -> None:
     limited = service.post("/tokens", {"name": "limited", "max_queued_jobs": 1, "priorities": ["low"]}).json()["token"]
     assert browser.send("/login", token=limited).status_code == 303
