@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the unit tests on every supported Python that is installed, besides that of .venv, which test.sh uses: of a test
-# with several cases the first one, since the others run the same lines again.
+# with several cases the first one, which shows that this Python runs it; the other values are tried on that of .venv.
 #
 #   ./scripts/test-pythons.sh
 #   TRL_TESTS=full ./scripts/test-pythons.sh    # all cases
