@@ -7,7 +7,7 @@ from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 _NO_NUMBER = PydanticCustomError("boolean_as_number", "a boolean is no number: send the number itself")
@@ -18,9 +18,6 @@ class ExactValues(BaseModel):
 
     pydantic refuses null where a field has another default, and reads true as 1.
     """
-
-    model_config = ConfigDict(defer_build=True)
-    """Built when the first one is read: most processes that import the models of requests read none, or few of them."""
 
     # One for all fields: a validator of each field costs more, and a field that decides a union may have none.
     @model_validator(mode="before")
