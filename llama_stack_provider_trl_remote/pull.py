@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from urllib.parse import quote
 
 from llama_stack_provider_trl.errors import InvalidRequest, ServiceRefusal, ServiceUnreachable
 from llama_stack_provider_trl.system.files import put_in_place, resolve_under
+from llama_stack_provider_trl.system.texts import json_digest
 
 from .client import ServiceClient, job_path
 
@@ -46,7 +46,7 @@ async def pull(client: ServiceClient, job_uuid: str, name: str, target: Path, no
     root = job_path(job_uuid, f"/checkpoints/{quote(identifier, safe='')}")
     files = (await client.get(root))["files"]
     # Named after its content, so that the rest of another checkpoint is not mistaken for this one's.
-    digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:12]
+    digest = json_digest(files)[:12]
     staging = target.with_name(f".{target.name}.{digest}.pulling")
     staging.mkdir(parents=True, exist_ok=True)
     for file in files:

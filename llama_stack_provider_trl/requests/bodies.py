@@ -6,8 +6,6 @@ unknown fields are kept, so that `resolve` can refuse them by name. docs/referen
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -16,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..documented import Documented
 from ..specs.methods import Call
 from ..specs.names import CheckedElsewhere, CheckedNames
+from ..system.texts import json_digest
 
 COUNT: dict[str, Any] = {"gt": 0, "le": 10**6}
 """Bounds of every count: far beyond any real job, and small enough that no product of them overflows the job store."""
@@ -315,7 +314,7 @@ def request_digest(kind: type[BaseModel], given: Mapping[str, Any], options: Bas
         options: the provider options; those that the caller did not set are left out here.
     """
     parts = {"call": kind.__name__, "body": given, "options": options.model_dump(mode="json", exclude_unset=True)}
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return json_digest(parts)
 
 
 def algorithm_of(given: Mapping[str, Any]) -> Call:

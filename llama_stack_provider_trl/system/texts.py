@@ -5,6 +5,7 @@ Python's own parser keeps the last of two equal keys. The check takes a tenth to
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import sys
@@ -29,6 +30,11 @@ class DuplicateKey(ValueError):
     def __init__(self, key: str, where: str = "in one object") -> None:
         self.key = key
         super().__init__(f"the key {_shown(key)} is there twice {where}: leave one of them out")
+
+
+def json_digest(value: Any) -> str:
+    """The sha256 of a value of JSON, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def decoded(data: bytes) -> str:

@@ -37,6 +37,7 @@ from llama_stack_provider_trl.specs.job import (
 from llama_stack_provider_trl.specs.methods import GrpoSpec, KtoSpec, OrpoSpec, RewardSpec
 from llama_stack_provider_trl.specs.model_source import AdapterSpec, ReferenceSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
+from llama_stack_provider_trl.system.texts import json_digest
 from tests import training
 from tests.required import in_full
 from tests.tiny import tiny_model
@@ -371,12 +372,12 @@ def change_a_number(path: Path) -> None:
 
 
 def sign_another_form(path: Path) -> None:
-    path.write_text(json.dumps({"trace": {"trainable": "many"}, "sha256": trace_cache._digest({"trainable": "many"})}))
+    path.write_text(json.dumps({"trace": {"trainable": "many"}, "sha256": json_digest({"trainable": "many"})}))
 
 
 def _sign(path: Path, trainable: int) -> None:
     values = {**json.loads(path.read_text())["trace"], "trainable": trainable}
-    path.write_text(json.dumps({"trace": values, "sha256": trace_cache._digest(values)}))
+    path.write_text(json.dumps({"trace": values, "sha256": json_digest(values)}))
 
 
 def sign_fewer_than_none(path: Path) -> None:
@@ -386,7 +387,7 @@ def sign_fewer_than_none(path: Path) -> None:
 def sign_no_number(path: Path) -> None:
     values = json.loads(path.read_text())["trace"]
     values["windows"][0]["activations"] = float("nan")
-    path.write_text(json.dumps({"trace": values, "sha256": trace_cache._digest(values)}))
+    path.write_text(json.dumps({"trace": values, "sha256": json_digest(values)}))
 
 
 def nest(path: Path) -> None:

@@ -10,7 +10,6 @@ each part of them, a shard: those that a killed writer has completed are kept (`
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -30,6 +29,7 @@ from ...errors import TrlError
 from ...faults import reach
 from ...system.files import atomic_write, free_bytes, open_regular, put_in_place, read_regular
 from ...system.process import FileLock
+from ...system.texts import json_digest
 from .tables import schema
 
 KEEP_SECONDS = 30 * 24 * 3600.0
@@ -350,13 +350,13 @@ def _read_entry(path: Path) -> dict[str, Any]:
     """What `_entry_text` has written. Raises OSError, KeyError, TypeError, ValueError: it is damaged."""
     stored = json.loads(read_regular(path))
     entry: dict[str, Any] = stored["entry"]
-    if stored["sha256"] != _digest(entry):
+    if stored["sha256"] != json_digest(entry):
         raise ValueError(f"{path} is not what was written")
     return entry
 
 
 def _entry_text(entry: dict[str, Any]) -> str:
-    return json.dumps({"entry": entry, "sha256": _digest(entry)})
+    return json.dumps({"entry": entry, "sha256": json_digest(entry)})
 
 
 class _RowFile:
@@ -396,7 +396,3 @@ class _RowFile:
             self._check_space(self._bytes)
             self._stream.write_table(pa.concat_tables(self._tables).combine_chunks())
         self._tables, self._bytes = [], 0
-
-
-def _digest(entry: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()

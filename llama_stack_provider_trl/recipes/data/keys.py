@@ -16,6 +16,7 @@ from ...specs import images, tool_calls
 from ...specs import rows as row_shapes
 from ...specs.job import DatasetRef, JobSpec
 from ...specs.methods import METHODS
+from ...system.texts import json_digest
 from .chat import call_tokenizer, default_chat_template
 from .images import digest_of
 
@@ -81,7 +82,7 @@ class RowKeys:
 
 
 def _digest(**inputs: Any) -> str:
-    return hashlib.sha256(json.dumps({**inputs, "code": _CODE}, sort_keys=True).encode()).hexdigest()
+    return json_digest({**inputs, "code": _CODE})
 
 
 def _tokenizer_inputs(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:

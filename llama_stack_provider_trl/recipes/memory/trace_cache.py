@@ -29,6 +29,7 @@ from ... import specs
 from ...specs.job import JobSpec
 from ...specs.model_source import ModelSource
 from ...system.files import atomic_write, read_regular
+from ...system.texts import json_digest
 from ..model.adapters import continues, has_reference_adapter
 from ..model.files import stored_dtype
 from ..model.fsdp import is_sharded, num_shards
@@ -108,7 +109,7 @@ def _digest_of_source(directory: Path) -> str:
             with suppress(OSError):
                 status = os.stat(os.path.join(above, name))
                 found.append([above, name, status.st_size, status.st_mtime_ns])
-    return _digest(found)
+    return json_digest(found)
 
 
 _TRACES: dict[str, Traced] = {}
@@ -157,7 +158,7 @@ def key_of(spec: JobSpec, batch: Batch, device: str) -> str | None:
 
 def _key(spec: JobSpec, inputs: dict[str, Any]) -> str | None:
     models = _content(spec)
-    return None if models is None else _digest({**inputs, "models": models, **_surroundings()})
+    return None if models is None else json_digest({**inputs, "models": models, **_surroundings()})
 
 
 def _inputs(spec: JobSpec, batch: Batch, kind: str) -> dict[str, Any]:
@@ -212,7 +213,7 @@ def _read(path: Path) -> Traced | None:
     """The trace in a file; None where there is none, or it is damaged."""
     try:
         stored = json.loads(read_regular(path))
-        if stored["sha256"] != _digest(stored["trace"]):
+        if stored["sha256"] != json_digest(stored["trace"]):
             return None
         found = TypeAdapter(Traced).validate_python(stored["trace"])
         if not _is_possible(stored["trace"]):
@@ -236,7 +237,7 @@ def _write(path: Path, found: Traced) -> None:
     values = json.loads(json.dumps(asdict(found)))
     with suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        atomic_write(path, json.dumps({"trace": values, "sha256": _digest(values)}).encode())
+        atomic_write(path, json.dumps({"trace": values, "sha256": json_digest(values)}).encode())
         _tidy(path.parent)
 
 
@@ -253,10 +254,6 @@ def _tidy(directory: Path) -> None:
     for _, path in sorted(kept)[: max(0, len(kept) - KEEP_FILES)]:
         with suppress(OSError):
             path.unlink()
-
-
-def _digest(values: Any) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 # At import, so that both are of the code that runs; and behind all that they call.

@@ -10,8 +10,6 @@ by its name, and is not trained again.
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from typing import Any
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.decisions.graph import cycle
 from llama_stack_provider_trl.requests.work import KINDS
+from llama_stack_provider_trl.system.texts import json_digest
 
 from .teacher_student import SECTION, expanded
 
@@ -96,7 +95,7 @@ def digest_of(step: PipelineJob, rows: Mapping[str, Any], before: Mapping[str, s
         {name: rows[name] for name in step.dataset_ids},
         {name: before[name] for name in step.after},
     ]
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+    return json_digest(document)
 
 
 def resolved(step: PipelineJob, job_uuid: str, names: Mapping[str, str]) -> Json:
