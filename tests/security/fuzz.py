@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import random
 import re
 import shutil
@@ -196,11 +195,11 @@ class Fuzzer:
         await self._most.acquire()
         return await self.send(self._generator.request(number))
 
-    async def send_all(self, first: int, seconds: float = math.inf, most: float = math.inf) -> int:
-        """Send requests at RATE for a time, or so many of them; returns the number of the next one."""
+    async def send_all(self, first: int, seconds: float) -> int:
+        """Send requests at RATE for a time; returns the number of the next one."""
         began, number, sent = time.monotonic(), first, 0
         async with asyncio.TaskGroup() as tasks:
-            while time.monotonic() - began < seconds and sent < most:
+            while time.monotonic() - began < seconds:
                 # Made in a thread: a large one takes long, and answers are to be read meanwhile.
                 request = await asyncio.to_thread(self._generator.request, number)
                 await self._most.acquire()
