@@ -302,7 +302,7 @@ def test_work_that_a_request_orders_counts_for_its_caller_on_the_routes_of_the_t
             "the CPU seconds of the admin's checks are used up",
             timeout=30,
         )
-        for call in sorted(TAKES, key=lambda call: call[0] == "DELETE"):
+        for call in sorted(TAKES, key=lambda call: call[0] == "DELETE" or call[1].endswith("/delete")):
             answer = called(raw, browser, *call)
             if answer.status == 429:
                 assert int(answer.headers["Retry-After"]) >= 1
@@ -320,10 +320,11 @@ def called(raw: Raw, browser: Browser, method: str, path: str) -> Answer:
     """The answer of a route to a good request of the admin."""
     known = {**KNOWN, "job_uuid": "ended"} if "/checkpoints" in path else KNOWN
     target = path.format(**known)
+    query = f"?{QUERIES[f'{method} {path}']}" if f"{method} {path}" in QUERIES else ""
     if ("GET", path) in PAGES or (method, path) in PAGES:
         good = GOOD_PLAYGROUND if path.startswith("/playground") else {**GOOD_FORM, "job": "of-a-form"}
         fields = {**good, "form_token": browser.form_token()}
-        found = browser.get(target) if method == "GET" else browser.send(target, **fields)
+        found = browser.get(target + query) if method == "GET" else browser.send(target, **fields)
         if path == "/logout":
             browser.login("admin")
         return Answer(found.status_code, found.content, found.headers)
@@ -333,7 +334,6 @@ def called(raw: Raw, browser: Browser, method: str, path: str) -> Answer:
     if call in MULTIPART:
         body, kind = MULTIPART[call]
     prefix = "" if (method, path) in PAGES or path.startswith("/openai/") else "/v1"
-    query = f"?{QUERIES[call]}" if call in QUERIES else ""
     with_body = body if method in ("POST", "PUT") else None
     return raw.send(method, prefix + target + query, TOKENS["admin"], with_body, Content_Type=kind)
 

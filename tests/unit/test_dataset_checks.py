@@ -131,7 +131,7 @@ def test_a_caller_whose_check_waits_delays_no_other_one_with_the_same_rows(
 def test_an_upload_holds_no_more_than_a_small_part_of_it_in_memory(tmp_path: Path) -> None:
     blobs = Blobs(ServiceSettings(data_dir=tmp_path / "data"))
     blobs.prepare()
-    piece = b"x" * (16 << 10)
+    piece = b"x" * (8 << 10)
     held: list[int] = []
 
     async def pieces() -> AsyncIterator[bytes]:

@@ -15,14 +15,11 @@ from fastapi.exceptions import RequestValidationError
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl_remote.request_files import read_request
 from llama_stack_provider_trl_remote.service.http.bodies import (
-    EvaluateBody,
-    ExportBody,
-    GenerateBody,
-    MergeBody,
+    WORK_BODIES,
     PreflightBody,
 )
 from llama_stack_provider_trl_remote.service.pages.job_form import (
-    KINDS,
+    FORM_KINDS,
     LORA_MODULES,
     PRESETS,
     TUNINGS,
@@ -300,16 +297,20 @@ def test_a_request_of_a_mebibyte_is_one_of_the_form_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "model", "expected"),
+    ("kind", "given", "expected"),
     [
-        ("evaluate", {"request": KINDS["evaluate"].example}, EvaluateBody, {"dataset_id": "rows"}),
-        ("generate", {"output": "answers"}, GenerateBody, {"dataset_id": "rows", "output": {"dataset_id": "answers"}}),
-        ("merge", {"request": KINDS["merge"].example}, MergeBody, {}),
-        ("export", {"to": "gguf", "request": KINDS["export"].example}, ExportBody, {"to": "gguf"}),
+        ("evaluate", {"request": FORM_KINDS["evaluate"].example}, {"dataset_id": "rows"}),
+        (
+            "generate",
+            {"output": "answers"},
+            {"dataset_id": "rows", "output": {"dataset_id": "answers"}},
+        ),
+        ("merge", {"request": FORM_KINDS["merge"].example}, {}),
+        ("export", {"to": "gguf", "request": FORM_KINDS["export"].example}, {"to": "gguf"}),
     ],
 )
 def test_each_kind_of_job_is_one_of_the_form_as_a_file_of_trl_remote_has_it(
-    kind: str, given: dict[str, str], model: type[Any], expected: dict[str, Any], tmp_path: Path
+    kind: str, given: dict[str, str], expected: dict[str, Any], tmp_path: Path
 ) -> None:
     body = work_of({**FIELDS, "kind": kind, "priority": "low", **given})
     assert body["job_uuid"] == "one"
@@ -317,7 +318,7 @@ def test_each_kind_of_job_is_one_of_the_form_as_a_file_of_trl_remote_has_it(
     assert {name: body[name] for name in expected} == expected
     assert "training_config" not in body
     assert body["provider_options"] == {"priority": "low"}
-    validated(model, body)
+    validated(WORK_BODIES[kind], body)
     same = same_job(body, "http://127.0.0.1:8322", kind)
     (tmp_path / same["file"]).write_text(same["yaml"])
     assert read_request(str(tmp_path / same["file"])) == {"kind": kind, **body}

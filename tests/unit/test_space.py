@@ -297,9 +297,9 @@ WRITERS = {
 OF_JOBS = {
     "supervision/attempts.py _put": ASKS,
     "supervision/attempts.py _write_spec": SMALL,
-    "store/cancels.py _slots": SMALL,
-    "store/cancels.py _write": SMALL,
-    "store/cancels.py prepare": SMALL,
+    "store/related/cancels.py _slots": SMALL,
+    "store/related/cancels.py _write": SMALL,
+    "store/related/cancels.py prepare": SMALL,
     "store/database.py _create": "the database: a row per job and event, whose numbers have limits",
     "inputs/merges.py no_rows": "an empty file, once",
     "supervision/proposer_process.py __init__": SMALL,
