@@ -13,6 +13,7 @@ import subprocess
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -380,6 +381,51 @@ def test_a_body_is_held_in_small_pieces() -> None:
     assert sum(pieces) == 1_000_000
     assert max(pieces) <= 64 << 10
     assert 0 < max(waiting) <= 64 << 10
+
+
+def test_a_request_has_nothing_of_the_one_before_it_on_its_connection() -> None:
+    """asyncio's `resume_reading` keeps the context of its caller for what comes later."""
+    of_request: ContextVar[int] = ContextVar("of_request", default=0)
+    seen = list[int]()
+
+    async def names_itself(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(of_request.get())
+        of_request.set(1)
+        await asyncio.sleep(0.05)  # a piece of the body comes, and waits
+        await reads_the_body(scope, receive, send)
+
+    async def test(peer: Peer) -> None:
+        reader, writer = await peer.connect(POST + b"x" * 100)
+        for _ in range(3):
+            for _ in range(9):
+                await asyncio.sleep(0.02)
+                writer.write(b"x" * 100)
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            writer.write(POST + b"x" * 100)
+        writer.close()
+
+    with_peer(test, names_itself)
+    assert seen[:3] == [0, 0, 0]
+
+
+def test_a_client_that_leaves_behind_its_body_is_noticed() -> None:
+    noticed = asyncio.Event()
+
+    async def answers_late(scope: Any, receive: Any, send: Any) -> None:
+        assert not (await receive())["more_body"]
+        while not receive.__self__.disconnected:
+            await asyncio.sleep(0.01)
+        noticed.set()
+
+    async def test(peer: Peer) -> None:
+        _, writer = await peer.connect(POST)
+        await asyncio.sleep(0.05)
+        writer.write(b"x" * 1000)
+        await asyncio.sleep(0.05)
+        writer.transport.abort()
+        await noticed.wait()
+
+    with_peer(test, answers_late)
 
 
 def test_a_reader_that_does_not_read_is_disconnected() -> None:

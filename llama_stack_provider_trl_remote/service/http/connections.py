@@ -11,6 +11,7 @@ import ipaddress
 import json
 import weakref
 from collections.abc import Callable, Mapping
+from contextvars import copy_context
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Literal, NamedTuple, get_args
@@ -102,11 +103,17 @@ class _Arrears:
 
 
 class _Counted:
-    """A transport that counts what is written to it."""
+    """A transport that counts what is written to it, and reads in the context in which the connection was made."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
+        self._context = copy_context()
         self.written = 0
+
+    def resume_reading(self) -> None:
+        """Read again. asyncio keeps the context of this call for all that is read later: that of the handler that takes
+        a body, whose audit lines, caller and threads the next request of the connection would have."""
+        self._context.run(self._transport.resume_reading)
 
     def write(self, data: bytes) -> None:
         self.written += len(data)
@@ -199,7 +206,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         super().data_received(data)
         if self.transport.is_closing():
             return
-        if not self.is_idle and self.cycle.body:  # its handler has not taken it yet
+        # Its handler has not taken it yet. Behind the last piece nothing more is taken, and the end is to be noticed.
+        if not self.is_idle and self.cycle.body and self.cycle.more_body:
             self.flow.pause_reading()
         self._note_change()
         if not self.is_idle:
