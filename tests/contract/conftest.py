@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -29,12 +30,16 @@ def chromium() -> Iterator[Any]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a test with the mark `in_turn`, CI tries one case on Llama Stack, the next one on the service, and so on."""
+    cases: Counter[tuple[str, int]] = Counter()
 
     def has_its_turn(item: pytest.Item) -> bool:
         if FULL or not isinstance(item, pytest.Function) or item.get_closest_marker("in_turn") is None:
             return True
-        case = max(index for name, index in item.callspec.indices.items() if name != "kind")
-        return case % 2 == item.callspec.indices["kind"]
+        # pytest numbers the cases on, over both servers: of an odd number of cases both would have the same ones.
+        kind = item.callspec.indices["kind"]
+        number = cases[item.originalname, kind]
+        cases[item.originalname, kind] += 1
+        return number % 2 == kind
 
     keep(config, items, has_its_turn)
 
