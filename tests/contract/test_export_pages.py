@@ -104,7 +104,7 @@ def test_the_page_of_an_export_has_its_proof_and_that_of_the_training_leads_to_i
     complete(here, "tune")
     tune = text_of(here, "/jobs/tune")
     assert "trl-remote export tune --to gguf --pull tune-gguf --url http://" in tune
-    assert ["out", "ollama", "final", "scheduled"] in rows(tune)
+    assert ["out", "ollama", "final", "waiting"] in rows(tune)
     assert '<a href="/jobs/out">out</a>' in tune
     assert not [row for row in rows(tune) if row[0] == "next"]
     waiting = text_of(here, "/jobs/out")

@@ -105,7 +105,7 @@ def test_the_service_refuses_by_name_and_passes_failures_on(tmp_path: Path) -> N
             "c": "it waits for job b",
         }
         html = service.get("/jobs/a", prefix="").text
-        assert '<a href="/jobs/b">b</a> (scheduled)' in html
+        assert '<a href="/jobs/b">b</a> (waiting)' in html
         service.cancel("a")
         service.go("step-1")
         for name, state in (("a", "cancelled"), ("b", "failed"), ("c", "failed"), ("d", "cancelled")):
