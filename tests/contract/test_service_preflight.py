@@ -191,7 +191,7 @@ def test_the_pairs_of_a_row_are_counted_and_shown_under_its_number(service: Trai
     assert [found["data"][name] for name in ("num_rows", "examples", "trained", "dropped")] == [4, 8, 8, 0]
     assert found["steps"]["total_steps"] == found["steps"]["epochs"] * -(-8 // found["steps"]["global_batch"])
     assert preflight_lines(found)[0] == "rows    8 of 8 examples made of 4 rows, 0 truncated, 0 dropped"
-    url, own = f"{service.url}/data", {"Origin": service.url}
+    url, own = f"{service.url}/data/tokens", {"Origin": service.url}
     (token,) = set(re.findall(r'name="form_token" value="(\w+)"', requests.get(url, timeout=30).text))
     form = {"form_token": token, "dataset": "several", "model": str(tiny_model()), "method": "dpo", "rows": "1"}
     page = requests.post(url, form, headers=own, timeout=60).text
@@ -218,7 +218,7 @@ def test_a_turn_that_is_not_as_at_inference_is_named_by_the_api_the_command_and_
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert f"first   {first}" in done.stdout.splitlines()
     assert "  turn 1: not as at inference: token 5 is ' 2' " in done.stdout
-    url, own = f"{service.url}/data", {"Origin": service.url}
+    url, own = f"{service.url}/data/tokens", {"Origin": service.url}
     (token,) = set(re.findall(r'name="form_token" value="(\w+)"', requests.get(url, timeout=30).text))
     form = {"form_token": token, "dataset": "questions", "model": str(model), "rows": "1"}
     page = html.unescape(requests.post(url, form, headers=own, timeout=60).text)
