@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from array import array
 from collections import Counter
 from collections.abc import Iterator
@@ -18,6 +19,14 @@ from .row_files import LINE_BYTES, parse_line
 
 MOST_BYTES = 64 << 20
 """Bytes of a file that are read."""
+MOST_ROWS = 500_000
+"""Rows that are read: short ones take 10 us each, however few bytes they have."""
+MOST_CPU_S = 5.0
+"""CPU time after which no further row is read: a page has what was read by then, in place of an error."""
+_CHECKED = 64
+"""Rows after which the time is looked at."""
+MOST_MARKS = 1024
+"""Places in a file that are known: rows of further pages are read from the last one before them."""
 MOST_DUPLICATES = 5
 """Duplicates that are listed."""
 _MOST_SOURCES = 30
@@ -35,6 +44,14 @@ class OverviewRow(TypedDict):
     columns: dict[str, str]
     """Each column as text: of other values their JSON."""
     is_cut: bool
+
+
+class RowMark(TypedDict):
+    """A place in a file."""
+
+    offset: int
+    number: int
+    """Of the row that begins there."""
 
 
 class Overview(TypedDict):
@@ -63,6 +80,9 @@ class Overview(TypedDict):
     """The most frequent ones -> rows."""
     other_sources: int
     """Rows of the others."""
+    marks: list[RowMark]
+    """Where every `stride`-th row begins of those that have the text which was looked for, from the first one."""
+    stride: int
 
 
 def overview_within(limits: Limited, path: Path, search: str, first: int, count: int) -> Overview:
@@ -81,21 +101,64 @@ def overview_within(limits: Limited, path: Path, search: str, first: int, count:
     return read_within(limits, _overview, path, search, first, count, doing="reading its rows", advice=advice)
 
 
+def rows_within(
+    limits: Limited, path: Path, overview: Overview, search: str, first: int, count: int
+) -> list[OverviewRow]:
+    """Some rows of a file whose overview with this text is known: no more is read than what leads to them. See
+    `overview_within`."""
+    if first >= overview["matching"] or count < 1:
+        return []
+    at = min(first // overview["stride"], len(overview["marks"]) - 1)
+    mark, skipped = overview["marks"][at], first - at * overview["stride"]
+    count = min(count, overview["matching"] - first)
+    arguments = (mark["offset"], mark["number"], search, skipped, count)
+    advice = "split long rows, or register a smaller file"
+    return read_within(limits, _rows, path, *arguments, doing="reading its rows", advice=advice)
+
+
+def _rows(path: Path, offset: int, number: int, search: str, skipped: int, count: int) -> Iterator[list[OverviewRow]]:
+    with open(path, "rb") as file:
+        file.seek(offset)
+        yield read_rows_at(file, number, search, skipped, count)
+
+
+def read_rows_at(file: BinaryIO, number: int, search: str, skipped: int, count: int) -> list[OverviewRow]:
+    """Rows from where a file stands.
+
+    Args:
+        number: of the row that begins there.
+        skipped: rows with the text that come before.
+    """
+    wanted, found = search.casefold(), list[OverviewRow]()
+    while len(found) < count and (line := file.readline(LINE_BYTES + 1)):
+        # Without a text every row counts: those before the wanted ones need no reading.
+        row = _parsed(line, number) if wanted or not skipped else {}
+        if not wanted or _has(row, wanted):
+            if skipped:
+                skipped -= 1
+            else:
+                found.append(_shown(row, number))
+        number += 1
+    return found
+
+
 def _overview(path: Path, search: str, first: int, count: int) -> Iterator[Overview]:
     with open(path, "rb") as file:
         yield read_overview(file, search, first, count)
 
 
 def read_overview(file: BinaryIO, search: str = "", first: int = 0, count: int = 20) -> Overview:
-    """What a file has. See `overview_within`; memory grows with the number of rows by 100 bytes each."""
+    """What a file has. See `overview_within`; memory grows with the number of rows by 200 bytes each."""
+    until = time.process_time() + MOST_CPU_S
+    marks, stride = list[RowMark](), 1
     wanted, rows = search.casefold(), list[OverviewRow]()
     columns, sources, lengths = Counter[str](), Counter[str](), array("q")
     seen = dict[bytes, int]()
     duplicated, source_column = list[tuple[int, int]](), ""
     number = matching = read = longest = longest_row = duplicates = 0
-    while read < MOST_BYTES and (line := file.readline(LINE_BYTES + 1)):
+    while read < MOST_BYTES and number < MOST_ROWS and (line := file.readline(LINE_BYTES + 1)):
         row = _parsed(line, number)
-        read += len(line)
+        begin, read = read, read + len(line)
         columns.update(name for name, value in row.items() if value is not None)
         length = _length(row)
         lengths.append(length)
@@ -109,11 +172,17 @@ def read_overview(file: BinaryIO, search: str = "", first: int = 0, count: int =
         source_column = source_column or next((name for name in _SOURCES if isinstance(row.get(name), str)), "")
         if source_column and isinstance(source := row.get(source_column), str):
             sources[source[:_LONGEST_SOURCE]] += 1
-        if not wanted or any(wanted in text.casefold() for text in _texts(row)):
+        if not wanted or _has(row, wanted):
             if first <= matching < first + count:
                 rows.append(_shown(row, number))
+            if matching % stride == 0:
+                marks.append(RowMark(offset=begin, number=number))
+                if len(marks) > MOST_MARKS:
+                    marks, stride = marks[::2], 2 * stride
             matching += 1
         number += 1
+        if number % _CHECKED == 0 and time.process_time() > until:
+            break
     frequent = sources.most_common(_MOST_SOURCES)
     return Overview(
         num_rows=number,
@@ -131,6 +200,8 @@ def read_overview(file: BinaryIO, search: str = "", first: int = 0, count: int =
         source_column=source_column,
         sources=frequent,
         other_sources=sources.total() - sum(rows for _, rows in frequent),
+        marks=marks,
+        stride=stride,
     )
 
 
@@ -142,6 +213,10 @@ def _parsed(line: bytes, number: int) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise InvalidRows(f"found a {type(row).__name__}, expected an object with named columns", row=number)
     return row
+
+
+def _has(row: dict[str, Any], wanted: str) -> bool:
+    return any(wanted in text.casefold() for text in _texts(row))
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -16,25 +16,27 @@ if TYPE_CHECKING:
 _NEAR = 0.6
 """Likeness from which on a name may be the one that was meant."""
 _MOST_NAMES = 1000
+_END = r"(?![\w/-])"
+"""Behind it the path goes on: another call, which the command does not do."""
 _CALLS = tuple(
     (re.compile(call), command)
     for call, command in (
         (r"GET /v1/post-training/(?:jobs|queue) lists the jobs of this provider", "trl-remote jobs list shows them"),
-        (r"GET /v1/post-training/(?:jobs|queue)", "trl-remote jobs list"),
+        (rf"GET /v1/post-training/(?:jobs|queue){_END}", "trl-remote jobs list"),
         (r"DELETE /v1/post-training/jobs/", "trl-remote jobs delete "),
-        (r"POST /v1/post-training/(generate|evaluate|merge|export)", r"the kind \1"),
-        (r"POST /v1/post-training/(supervised-fine-tune|preference-optimize)", r"\1"),
-        (r"GET /v1/datasets", "trl-remote datasets list"),
+        (rf"POST /v1/post-training/(generate|evaluate|merge|export){_END}", r"the kind \1"),
+        (rf"POST /v1/post-training/(supervised-fine-tune|preference-optimize){_END}", r"\1"),
+        (rf"GET /v1/datasets{_END}", "trl-remote datasets list"),
         (r"DELETE /v1/datasets/", "trl-remote datasets delete "),
-        (r"POST /v1/datasets", "trl-remote datasets add"),
+        (rf"POST /v1/datasets{_END}", "trl-remote datasets add"),
         (
             r"(?:upload rows|send them) with PUT /v1/blobs/\w+(?: and register that)?",
             "use trl-remote datasets add FILE",
         ),
-        (r"GET /v1/nodes", "trl-remote nodes list"),
+        (rf"GET /v1/nodes{_END}", "trl-remote nodes list"),
         (r"DELETE /v1/nodes/", "trl-remote nodes remove "),
         (r"join first \(POST /v1/nodes\)", "trl-remote agent joins it"),
-        (r"GET /v1/tokens", "trl-remote tokens list"),
+        (rf"GET /v1/tokens{_END}", "trl-remote tokens list"),
         (r"DELETE /v1/tokens/", "trl-remote tokens revoke "),
         (r"send `Authorization: Bearer TOKEN` with the token", "set TRL_SERVICE_TOKEN to the token"),
         (r" answered \d{3}: ", " refuses this: "),

@@ -66,7 +66,6 @@ CHILD = "the answer of a child process"
 BODY = "the body of a request, whose size, values and levels are bounded by `http.received`"
 BOUNDED = "a file of at most 1 MiB"
 JSON = {
-    "remote.service.views.answer_rows._Answers._read": "8 MiB of the answers of jobs, a line of 1 MiB at a time",
     "jobs.store.related.cancels._order": OURS,
     "specs.grading.asking._json_of": "a reply of a model, of as many tokens as it may have",
     "specs.grading.grading._comparisons": LIMITED,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llama_stack_provider_trl_remote.service.pages.compare_view import compared, measured
+from llama_stack_provider_trl_remote.service.pages.compare_view import answers_link, compared, measured
 from llama_stack_provider_trl_remote.service.pages.job_view import Setting
 from llama_stack_provider_trl_remote.service.pages.settings_view import in_groups
 
@@ -95,3 +95,13 @@ def test_settings_that_differ_stand_in_the_groups_of_a_job() -> None:
         ("Optimizer", ["optimizer.learning_rate"]),
         ("Reported by the training", ["global_batch_size"]),
     ]
+
+
+def test_the_link_to_answers_says_of_which_jobs_they_are() -> None:
+    assert answers_link([]) is None
+    few = answers_link(["a", "b&"])
+    assert few == ("/answers?job=a&job=b%26", "Their answers beside each other")
+    many = answers_link([f"j{number}" for number in range(8)])
+    assert many is not None
+    assert many.address == "/answers?job=j0&job=j1&job=j2&job=j3"
+    assert many.text == "Answers of the first 4 of 8 jobs beside each other"

@@ -29,6 +29,8 @@ URL = "http://127.0.0.1:8322"
             "choose another dataset_id, or DELETE /v1/datasets/a first",
             "choose another dataset_id, or trl-remote datasets delete a first",
         ),
+        ("GET /v1/datasets/foo has it", "GET /v1/datasets/foo has it"),
+        ("see GET /v1/nodes/a and GET /v1/nodes.", "see GET /v1/nodes/a and trl-remote nodes list."),
         (
             str(ServiceRefusal(URL, 413, "the body is larger than 64 KiB")),
             f"the training service at {URL} refuses this: the body is larger than 64 KiB",

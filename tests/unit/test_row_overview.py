@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRows
 from llama_stack_provider_trl.specs import row_overview
-from llama_stack_provider_trl.specs.row_overview import read_overview
-from llama_stack_provider_trl_remote.service.datasets.overviews import shape_of
+from llama_stack_provider_trl.specs.row_overview import Overview, read_overview, read_rows_at
+from llama_stack_provider_trl.system.limited import Limited
+from llama_stack_provider_trl_remote.service.datasets import overviews
+from llama_stack_provider_trl_remote.service.datasets.overviews import Overviews, shape_of
 
 
 def lines(*rows: Any) -> io.BytesIO:
@@ -57,6 +61,78 @@ def test_a_long_row_is_cut_and_a_long_file_is_read_to_a_limit(monkeypatch: pytes
     assert found["num_rows"] == 2
     many = read_overview(lines({f"column-{number}": 1 for number in range(1000)}))
     assert len(many["columns"]) == 50
+
+
+def test_a_file_of_short_rows_is_read_to_a_number_of_rows_and_for_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"text": str(number)} for number in range(200)]
+    monkeypatch.setattr(row_overview, "MOST_ROWS", 30)
+    found = read_overview(lines(*rows))
+    assert (found["num_rows"], found["matching"], found["is_cut"]) == (30, 30, True)
+    monkeypatch.setattr(row_overview, "MOST_ROWS", 1000)
+    monkeypatch.setattr(row_overview, "MOST_CPU_S", -1.0)
+    found = read_overview(lines(*rows))
+    assert (found["num_rows"], found["is_cut"]) == (64, True), "the time is looked at after 64 rows"
+
+
+@pytest.mark.parametrize("search", ["", "a"])
+def test_rows_of_a_further_page_are_read_from_a_mark_before_them(search: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_overview, "MOST_MARKS", 8)
+    file = lines(*[{"text": f"{'ab'[number % 2]} {number}"} for number in range(101)])
+    found = read_overview(file, search)
+    assert len(found["marks"]) <= 8
+    for first in range(found["matching"]):
+        file.seek(0)
+        expected = read_overview(file, search, first, 3)["rows"]
+        mark = found["marks"][first // found["stride"]]
+        file.seek(mark["offset"])
+        assert read_rows_at(file, mark["number"], search, first % found["stride"], 3) == expected
+
+
+class OneDataset:
+    async def rows_of(self, dataset_id: str, field: str, *, is_current: bool) -> str:
+        return dataset_id
+
+
+class FilesByDigest:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def path(self, sha256: str) -> Path:
+        return self.root / sha256
+
+
+def test_what_a_file_has_is_read_once_for_all_pages_of_a_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[tuple[str, str]] = []
+
+    def noted(limits: Limited, path: Path, search: str, first: int, count: int) -> Overview:
+        read.append((path.name, search))
+        with open(path, "rb") as file:
+            return read_overview(file, search, first, count)
+
+    monkeypatch.setattr(overviews, "overview_within", noted)
+    for name in ("one", "two"):
+        (tmp_path / name).write_bytes(lines(*[{"text": f"{name} {number}"} for number in range(50)]).getvalue())
+    pages = Overviews(OneDataset(), FilesByDigest(tmp_path), 512)  # type: ignore[arg-type]
+
+    def numbers(name: str, search: str, first: int) -> tuple[list[int], int]:
+        found = asyncio.run(pages.of(name, search, first, 20))
+        return [row["number"] for row in found["rows"]], found["matching"]
+
+    assert numbers("one", "", 0) == ([*range(20)], 50)
+    assert numbers("one", "", 40) == ([*range(40, 50)], 50)
+    assert numbers("one", "", 90) == ([], 50)
+    assert numbers("one", "", 0) == ([*range(20)], 50)
+    assert read == [("one", "")]
+    assert numbers("one", "E 4", 0) == ([4, *range(40, 50)], 11)
+    assert numbers("one", "E 4", 5) == ([*range(44, 50)], 11)
+    assert numbers("two", "", 20) == ([*range(20, 40)], 50)
+    assert read == [("one", ""), ("one", "E 4"), ("two", "")]
+    monkeypatch.setattr(overviews, "_MOST_KEPT", 1)
+    numbers("one", "x", 0)
+    numbers("one", "", 0)
+    assert read[3:] == [("one", "x"), ("one", "")], "the last one alone is kept"
 
 
 @pytest.mark.parametrize("line", [b"no json\n", b"[1]\n", b"\xff\xfe\n"])

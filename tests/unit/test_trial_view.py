@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -104,6 +105,44 @@ def test_importance_is_that_of_ranks_and_is_not_shown_below_a_number_of_trials()
     assert "lowest with a" in one.text
     each_its_own = [trial(number, float(number), values={"kind": f"name-{number}"}) for number in range(30)]
     assert shown("s", search(each_its_own)).importances == []
+
+
+def noise(fields: int, chance: random.Random) -> list[dict[str, Any]]:
+    values = [{f"f.{number}": chance.random() for number in range(fields)} for _ in range(LEAST_TRIALS)]
+    return [trial(number, chance.random(), values=one) for number, one in enumerate(values)]
+
+
+def test_what_chance_gives_is_said_and_a_field_below_it_is_marked() -> None:
+    chance = random.Random(2)
+    told = 0
+    for _ in range(40):
+        page = shown("s", search(noise(4, chance)))
+        assert 0.7 < page.chance < 0.9
+        told += any(one.is_told for one in page.importances)
+    assert told <= 6, "5 % of the searches, and what chance adds in 40 of them"
+    trials = noise(4, chance)
+    assert shown("s", search(trials)).chance == shown("s", search(trials)).chance, "the seed is fixed"
+    assert shown("s", search(noise(1, random.Random(3)))).chance < shown("s", search(noise(8, random.Random(3)))).chance
+    for number, one in enumerate(trials):
+        one["value"] = float(number)
+        one["values"] |= {"real": number, "kind": "ab"[number >= 5]}
+    page = shown("s", search(trials))
+    assert {one.path for one in page.importances if one.is_told} >= {"real", "kind"}
+    assert all(one.is_told == (one.share > page.chance) for one in page.importances)
+
+
+def test_a_value_that_is_not_finite_is_missing() -> None:
+    given: list[Any] = [10, math.nan, 9, 10**400, 100, math.inf, 1e308, -1e308]
+    trials = [trial(number, float(number), values={"a": value}) for number, value in enumerate(given)]
+    trials[2]["value"], trials[4]["value"] = 10**400, math.nan
+    page = shown("s", search(trials), "a")
+    assert [row.job_uuid for row in page.rows] == [f"s-{number}" for number in (7, 2, 0, 4, 6, 1, 3, 5)]
+    assert {row.job_uuid for row in page.rows if row.value is None} == {"s-2", "s-4"}
+    assert page.plot is not None
+    assert "nan" not in " ".join(line.points for line in page.plot.lines)
+    assert "inf" not in " ".join(line.points for line in page.plot.lines)
+    many = [trial(number, float(number), values={"a": number or math.nan}) for number in range(20)]
+    assert "rank correlation +1.00" in shown("s", search(many)).importances[0].text
 
 
 def test_trials_that_were_pruned_or_still_run_count_for_no_importance() -> None:

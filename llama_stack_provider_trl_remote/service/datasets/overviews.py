@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import NamedTuple
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, StoreError
 from llama_stack_provider_trl.specs.row_files import parse_line
-from llama_stack_provider_trl.specs.row_overview import Overview, overview_within
+from llama_stack_provider_trl.specs.row_overview import Overview, overview_within, rows_within
 from llama_stack_provider_trl.specs.rows import ROW_SHAPES
 from llama_stack_provider_trl.system.limited import Limited
 from llama_stack_provider_trl.system.offload import in_work_thread
@@ -19,7 +20,9 @@ from .blobs import Blobs
 from .registry import DatasetRegistry, Entry
 
 _SECONDS = 20
-"""CPU time that reading the beginning of a file may take: 64 MiB of short rows take 4 s."""
+"""CPU time that reading the beginning of a file may take: it stops by itself before, at `row_overview.MOST_CPU_S`."""
+_MOST_KEPT = 32
+"""Overviews that are kept: each has up to 1,024 places in its file, 0.3 MiB."""
 _FIRST_LINE = 256 << 10
 """Bytes of a file whose first row has its shape."""
 
@@ -43,7 +46,8 @@ class ListedDataset(NamedTuple):
 
 
 class Overviews:
-    """Reads datasets for pages.
+    """Reads datasets for pages. What a file has is kept for further pages of the same search: rows do not change under
+    a digest, and to read 64 MiB for each of them takes the CPU time of a token after a few.
 
     Args:
         memory_mb: MiB that reading a file may take.
@@ -52,6 +56,9 @@ class Overviews:
     def __init__(self, registry: DatasetRegistry, blobs: Blobs, memory_mb: int) -> None:
         self._registry, self._blobs = registry, blobs
         self._limits = Limited(_SECONDS, memory_mb << 20)
+        self._kept: OrderedDict[tuple[str, str], Overview] = OrderedDict()
+        """By the digest of rows and the text that was looked for, without rows; the one that was used last is last.
+        The event loop alone changes it."""
 
     def listed(self, first: int, count: int, search: str = "") -> tuple[list[ListedDataset], int]:
         """A part of the datasets, the newest ones first, and how many there are. Raises StoreError.
@@ -105,12 +112,21 @@ class Overviews:
             InvalidRows, LimitReached, OSError: see `overview_within`.
         """
         sha256 = await self._registry.rows_of(dataset_id, "dataset", is_current=False)
+        path, key = self._blobs.path(sha256), (sha256, search)
         try:
-            return await in_work_thread(overview_within, self._limits, self._blobs.path(sha256), search, first, count)
+            if (known := self._kept.get(key)) is not None:
+                self._kept.move_to_end(key)
+                rows = await in_work_thread(rows_within, self._limits, path, known, search, first, count)
+                return {**known, "rows": rows}
+            found: Overview = await in_work_thread(overview_within, self._limits, path, search, first, count)
         except FileNotFoundError as error:
             raise InvalidRequest("dataset", dataset_id, "its rows are gone: register it again") from error
         except InvalidRows as error:
             raise InvalidRows(f"dataset {dataset_id!r}, {error}") from error
+        self._kept[key] = {**found, "rows": []}
+        while len(self._kept) > _MOST_KEPT:
+            self._kept.popitem(last=False)
+        return found
 
 
 def shape_of(line: bytes) -> str:

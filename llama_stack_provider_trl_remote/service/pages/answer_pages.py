@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
 from urllib.parse import urlencode
@@ -17,16 +18,15 @@ from llama_stack_provider_trl.system.ownership import Ownership
 from ..dependencies import DigestsDep, SettingsDep, StoreDep
 from ..http.errors import Conflict, NotFound
 from ..security.access import USERS
-from ..views.answer_rows import MOST_BYTES, Wanted, read_rows
+from ..views.answer_rows import MOST_ANSWERS, MOST_BYTES, AnsweredRow, Wanted, read_rows
 from ..views.answers import find_answers
 from ..views.checkpoints import Digests, Opener
+from .conversation_view import beside
 from .rendering import page
 from .route import PageRoute
 
 router = APIRouter(route_class=PageRoute, prefix="/answers", include_in_schema=False)
 
-MOST_ANSWERS = 4
-"""Jobs beside each other."""
 _ROWS = 20
 """Rows of a page."""
 _WANTED: dict[Wanted, str] = {"all": "all", "failed": "with a failed check", "differ": "where the jobs differ"}
@@ -72,7 +72,12 @@ async def answers_page(
         "newer": _address(names, first + _ROWS, show) if found.has_more else "",
         "address": partial(_address, names, 0),
     }
-    return page(request, "answers.html", **values)
+    # In a thread: 8 MiB of answers take a while, and other requests wait for what runs on the event loop.
+    return await asyncio.to_thread(_rendered, request, found.rows, values)
+
+
+def _rendered(request: Request, rows: Sequence[AnsweredRow], values: dict[str, Any]) -> Response:
+    return page(request, "answers.html", rows=[beside(row) for row in rows], **values)
 
 
 def _file_of(ownership: Ownership, store: Store, digests: Digests, name: str) -> tuple[Opener, int]:

@@ -14,8 +14,7 @@ from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusRespon
 from ..dependencies import StoredJobsDep
 from ..jobs.stored_jobs import StoredJobs
 from ..security.access import USERS
-from .answer_pages import MOST_ANSWERS
-from .compare_view import compared, measured
+from .compare_view import answers_link, compared, measured
 from .job_view import settings_of
 from .rendering import page
 from .route import PageRoute
@@ -40,9 +39,9 @@ async def compare_page(
     values: dict[str, Any] = {
         "jobs": jobs,
         "measured": measured([one.resources_allocated for one in jobs]),
-        "answered": [one.job_uuid for one in jobs if (one.resources_allocated.get("result") or {}).get("answers")][
-            :MOST_ANSWERS
-        ],
+        "answers": answers_link(
+            [one.job_uuid for one in jobs if (one.resources_allocated.get("result") or {}).get("answers")]
+        ),
         "most": MOST,
         "different": in_groups(one for one in settings if one.differs),
         "same": in_groups(one for one in settings if not one.differs),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+from urllib.parse import urlencode
 
+from ..views.answer_rows import MOST_ANSWERS
 from .job_view import Setting, result_of
 
 
@@ -22,6 +24,23 @@ RESULT = "result."
 """Beginning of the settings that are the result of a job which does not train."""
 _OF_EVERY_JOB = ("job_uuid", "checkpoint_dir", "output_name", "run_dir")
 """Settings that differ between any two jobs."""
+
+
+class AnswersLink(NamedTuple):
+    address: str
+    text: str
+    """What the link leads to; where it is not all, it says so."""
+
+
+def answers_link(answered: Sequence[str]) -> AnswersLink | None:
+    """The page that shows the answers of jobs beside each other; None: no job has any."""
+    if not answered:
+        return None
+    shown = answered[:MOST_ANSWERS]
+    text = "Their answers beside each other"
+    if len(answered) > len(shown):
+        text = f"Answers of the first {len(shown)} of {len(answered)} jobs beside each other"
+    return AnswersLink(f"/answers?{urlencode([('job', name) for name in shown])}", text)
 
 
 def compared(jobs: Sequence[Sequence[Setting]]) -> list[ComparedSetting]:

@@ -10,10 +10,16 @@ from llama_stack_provider_trl.specs.events import RolledOut, RolloutAnswer
 
 from ..http.samples import AnswerLine
 from ..serving.tool_texts import CallReader, ToolCall
+from ..views.answer_rows import AnsweredRow
 from .rendering import number
 
 _LONGEST = 16_384
 """Characters of a text that a page shows."""
+_LONGEST_READ = 1 << 17
+"""Characters of an answer whose calls of tools are looked for: each call copies what is behind it."""
+_MOST_TURNS, _MOST_CALLS, _MOST_FACTS = 50, 20, 50
+"""Turns of a prompt, calls of a turn and facts of an answer that a page shows: a MiB of a file has 50,000 short turns,
+and a browser needs seconds for them."""
 _BEGIN, _END = "<think>", "</think>"
 
 
@@ -56,14 +62,28 @@ class ShownExchange(NamedTuple):
     """What is left out behind the answers."""
 
 
+class ShownBeside(NamedTuple):
+    """A prompt with what each of several jobs has answered to it."""
+
+    title: str
+    note: str
+    """Why jobs have no answer here that have one to the row of this number; empty: there are none."""
+    prompt: Sequence[ShownTurn]
+    before: str
+    answers: Sequence[ShownAnswer | None]
+
+
 def answer_turn(text: str) -> ShownTurn:
     """An answer as a turn: its thought and its calls of tools apart, where it has the marks of Qwen and others."""
     reasoning, rest = _without_thought(text)
+    if len(rest) > _LONGEST_READ:
+        return ShownTurn("assistant", cut(rest.strip()), cut(reasoning.strip()))
     reader = CallReader()
     parts = [*reader.add(rest), *reader.rest()]
     content = "".join(part for part in parts if isinstance(part, str))
-    calls = [ToolCall(part.name, cut(part.arguments)) for part in parts if isinstance(part, ToolCall)]
-    return ShownTurn("assistant", cut(content.strip()), cut(reasoning.strip()), calls)
+    calls = [ToolCall(cut(part.name), cut(part.arguments)) for part in parts if isinstance(part, ToolCall)]
+    shown = _with_rest(calls[:_MOST_CALLS], len(calls))
+    return ShownTurn("assistant", cut(content.strip()), cut(reasoning.strip()), shown)
 
 
 def _without_thought(text: str) -> tuple[str, str]:
@@ -113,10 +133,32 @@ def exchanges_of(found: Iterable[AnswerLine]) -> list[ShownExchange]:
     for line in found:
         if line.prompt != last:
             answers = []
-            exchanges.append(ShownExchange(f"Row {line.row}", [_turn_of(turn) for turn in line.prompt], answers))
+            turns, before = _prompt_of(line.prompt)
+            exchanges.append(ShownExchange(f"Row {line.row}", turns, answers, before))
             last = line.prompt
         answers.append(_checked(line))
     return exchanges
+
+
+def beside(row: AnsweredRow) -> ShownBeside:
+    """What jobs have answered to a prompt."""
+    turns, before = _prompt_of(row.prompt)
+    note = (
+        "Jobs have other prompts in the row of this number: they have read different rows. Each prompt is by itself"
+        if row.has_others
+        else ""
+    )
+    answers = [_checked(line) if line is not None else None for line in row.answers]
+    title = f"Row {row.row}, answer {row.sample + 1}" if row.sample else f"Row {row.row}"
+    return ShownBeside(title, note, turns, before, answers)
+
+
+def _prompt_of(turns: Sequence[Mapping[str, Any]]) -> tuple[list[ShownTurn], str]:
+    """The last turns of a prompt, and what is left out before them."""
+    left = len(turns) - _MOST_TURNS
+    return [_turn_of(turn) for turn in turns[-_MOST_TURNS:]], (
+        f"{left} turns before these are left out" if left > 0 else ""
+    )
 
 
 def _checked(line: AnswerLine) -> ShownAnswer:
@@ -125,8 +167,13 @@ def _checked(line: AnswerLine) -> ShownAnswer:
         for name, passed in line.passed.items()
     ]
     facts += [ShownFact(f"{name}, reward", given.error or number(given.reward)) for name, given in line.graded.items()]
-    facts += [ShownFact(f"{name}, score", number(verdict.score)) for name, verdict in line.judged.items()]
-    return ShownAnswer(answer_turn(line.text), f"Answer {line.sample + 1}", facts, _note(line.tokens, line.complete))
+    facts += [
+        ShownFact(f"{name}, score", number(verdict.score) or "unreadable") for name, verdict in line.judged.items()
+    ]
+    shown = [ShownFact(cut(one.name), cut(one.value), one.kind) for one in facts[:_MOST_FACTS]]
+    if len(facts) > len(shown):
+        shown.append(ShownFact(f"{len(facts) - len(shown)} more", "are left out"))
+    return ShownAnswer(answer_turn(line.text), f"Answer {line.sample + 1}", shown, _note(line.tokens, line.complete))
 
 
 def _kind(passed: bool) -> str:
@@ -140,11 +187,18 @@ def _note(tokens: int, complete: bool) -> str:
 def _turn_of(turn: Mapping[str, Any]) -> ShownTurn:
     """A turn as rows have it (`specs.rows.Message`), out of a file that a training wrote."""
     calls = turn.get("tool_calls")
-    shown = [_given_call(call) for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    given = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    shown = _with_rest([_given_call(call) for call in given[:_MOST_CALLS]], len(given))
     texts = (turn.get(name) for name in ("role", "content", "reasoning"))
     role, content, reasoning = (cut(text) if isinstance(text, str) else "" for text in texts)
     return ShownTurn(role, content, reasoning, shown)
 
 
 def _given_call(call: Mapping[str, Any]) -> ToolCall:
-    return ToolCall(str(call.get("name", "")), cut(json.dumps(call.get("arguments", {}), ensure_ascii=False)))
+    return ToolCall(cut(str(call.get("name", ""))), cut(json.dumps(call.get("arguments", {}), ensure_ascii=False)))
+
+
+def _with_rest(calls: list[ToolCall], total: int) -> list[ToolCall]:
+    """Calls, and how many there are more."""
+    left = total - len(calls)
+    return [*calls, ToolCall(f"({left} further calls are left out)", "")] if left else calls

@@ -4,6 +4,7 @@ the objective. Pure functions."""
 from __future__ import annotations
 
 import math
+import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from .rendering import number
 LEAST_TRIALS = 10
 """Completed trials below which no importance is shown: over ten, chance alone gives a rank correlation beyond 0.33 in a
 third of all searches."""
+_PERMUTATIONS, _CHANCE = 500, 0.05
+"""Orders of the results that are tried, and the share of them whose largest importance is above the level of chance."""
 MOST_COMPARED = 8
 """Trials of the link that compares the best ones: as many as the page of a comparison takes."""
 _HEIGHT, _TOP, _BOTTOM, _SIDE = 260, 44, 16, 84
@@ -91,6 +94,8 @@ class Importance(NamedTuple):
     """From 0, it goes along with nothing, to 1, the objective follows it in one order."""
     text: str
     """What was computed, and in which direction."""
+    is_told: bool
+    """Whether it is above what chance gives: see `Shown.chance`."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,8 @@ class Shown:
     plot: Plot | None
     """None: fewer than two trials have a value."""
     importances: list[Importance]
+    chance: float
+    """What the largest of these importances exceeds in one of 20 searches in which no field has an effect."""
     completed: int
     """Trials that have ended with a value, and count for it."""
     compared: str
@@ -117,23 +124,33 @@ def shown(job_uuid: str, search: Mapping[str, Any], sort: str = "") -> Shown:
         sort: a searched field, or one of `trial`, `state`, `steps`, `value`, with a minus for the largest first; empty,
             or another text: the best trials first.
     """
-    trials: Sequence[Trial] = search["trials"]
-    paths = [*dict.fromkeys(path for one in trials for path in one["values"])]
+    given: Sequence[Trial] = search["trials"]
+    paths = [*dict.fromkeys(path for one in given for path in one["values"])]
+    trials = [_finite(one) for one in given]
     best = (search.get("best") or {}).get("job_uuid")
     is_largest = search["direction"] == "maximize"
     ranked = sorted((one for one in trials if _is_number(one["value"])), key=lambda one: one["value"])
     ranked = ranked[::-1] if is_largest else ranked
     done = [one for one in ranked if one["state"] == "completed" and not one["pruned"]]
     first = [one["job_uuid"] for one in ranked[:MOST_COMPARED]]
+    importances, chance = _importances(done, paths, str(search["objective"]))
     return Shown(
         paths,
         _headings(job_uuid, paths, str(search["objective"]), sort),
         [_row(one, paths, best) for one in _sorted(trials, sort, is_largest)],
         _plot(ranked, paths, str(search["objective"]), best),
-        _importances(done, paths, str(search["objective"])),
+        importances,
+        chance,
         len(done),
         f"/compare?{urlencode([('job', name) for name in first])}" if len(first) > 1 else "",
     )
+
+
+def _finite(one: Trial) -> Trial:
+    """A trial without its values that are no finite numbers, such as NaN, or are larger than floats are: nothing can be
+    sorted, drawn or ranked by them."""
+    values = {path: value for path, value in one["values"].items() if not _is_endless(value)}
+    return {**one, "values": values, "value": None if _is_endless(one["value"]) else one["value"]}
 
 
 def _headings(job_uuid: str, paths: Sequence[str], objective: str, sort: str) -> list[Heading]:
@@ -195,7 +212,14 @@ def _written(value: Any) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and not _is_endless(value)
+
+
+def _is_endless(value: Any) -> bool:
+    try:
+        return isinstance(value, int | float) and not math.isfinite(value)
+    except OverflowError:  # an integer
+        return True
 
 
 # The plot
@@ -237,7 +261,7 @@ def _axis(path: str, values: Sequence[Any], x: float, bottom: float) -> tuple[Ax
     if known and all(_is_number(value) for value in known):
         low, high = min(known), max(known)
         is_log = low > 0 and high / low >= 50
-        scaled = (lambda value: math.log(value)) if is_log else float
+        scaled = (lambda value: math.log(value)) if is_log else (lambda value: value / 2)  # the range may be no float
         begin, end = scaled(low), scaled(high)
 
         def height(value: float) -> float:
@@ -246,7 +270,7 @@ def _axis(path: str, values: Sequence[Any], x: float, bottom: float) -> tuple[Ax
 
         written = sorted({*known})
         if len(written) > _MOST_TICKS:
-            written = [low, math.sqrt(low * high) if is_log else (low + high) / 2, high]
+            written = [low, math.sqrt(low) * math.sqrt(high) if is_log else low / 2 + high / 2, high]
         ticks = [Tick(height(value), f"{value:.3g}") for value in written]
         places: list[float | None] = [None if value is None else height(value) for value in values]
         return Axis(short_path(path), path, x, ticks, is_log), places
@@ -263,43 +287,91 @@ def _axis(path: str, values: Sequence[Any], x: float, bottom: float) -> tuple[Ax
 # Importance
 
 
-def _importances(done: Sequence[Trial], paths: Sequence[str], objective: str) -> list[Importance]:
-    """How far each field goes along with the objective, over the trials that have completed; the most first. Empty:
-    they are fewer than `LEAST_TRIALS`."""
+class _Field(NamedTuple):
+    """A field whose importance can be computed."""
+
+    path: str
+    places: Sequence[int]
+    """Of the trials that have a value for it."""
+    ranks: Sequence[float]
+    """Of its values; empty: they are no numbers."""
+    groups: Mapping[str, Sequence[int]]
+    """Of such a one: value -> which of `places` have it."""
+
+
+def _importances(done: Sequence[Trial], paths: Sequence[str], objective: str) -> tuple[list[Importance], float]:
+    """How far each field goes along with the objective, over the trials that have completed, the most first, and what
+    chance gives. Empty: they are fewer than `LEAST_TRIALS`."""
     if len(done) < LEAST_TRIALS:
-        return []
-    found = [_importance(path, [one for one in done if path in one["values"]], objective) for path in paths]
-    return sorted((one for one in found if one is not None), key=lambda one: -one.share)
-
-
-def _importance(path: str, done: Sequence[Trial], objective: str) -> Importance | None:
-    """None: the field has one value only, or too few trials for each of its values."""
-    values = [one["values"][path] for one in done]
+        return [], 0.0
+    fields = [field for path in paths if (field := _field(path, done)) is not None]
     results = _ranks([one["value"] for one in done])
-    if len(done) < LEAST_TRIALS or len({*map(_written, values)}) < 2:
+    found = [(field, share) for field in fields if (share := _share(field, results)) is not None]
+    chance = _chance([field for field, _ in found], results)
+    shown = [
+        Importance(field.path, abs(share), _how(field, share, results, objective), abs(share) > chance)
+        for field, share in found
+    ]
+    return sorted(shown, key=lambda one: -one.share), chance
+
+
+def _chance(fields: Sequence[_Field], results: Sequence[float]) -> float:
+    """What the largest importance of some fields exceeds in `_CHANCE` of the cases where the results are in an order by
+    chance: with their own values, so that ties and groups count. The same for the same trials."""
+    chance, shuffled, largest = random.Random(0), [*results], list[float]()
+    for _ in range(_PERMUTATIONS):
+        chance.shuffle(shuffled)
+        largest.append(max((abs(_share(field, shuffled) or 0.0) for field in fields), default=0.0))
+    return sorted(largest)[math.ceil((1 - _CHANCE) * _PERMUTATIONS) - 1]
+
+
+def _field(path: str, done: Sequence[Trial]) -> _Field | None:
+    """None: the field has one value only, or too few trials for each of its values."""
+    places = [place for place, one in enumerate(done) if path in one["values"]]
+    values = [done[place]["values"][path] for place in places]
+    if len(values) < LEAST_TRIALS or len({*map(_written, values)}) < 2:
         return None
     if all(_is_number(value) for value in values):
-        found = _correlation(_ranks(values), results)
-        if found is None:
-            return None
-        goes = "higher" if found > 0 else "lower"
-        text = f"rank correlation {found:+.2f}: larger values go with a {goes} {objective}"
-        return Importance(path, abs(found), text)
-    groups: dict[str, list[float]] = defaultdict(list)
-    for value, rank in zip(values, results, strict=True):
-        groups[_written(value)].append(rank)
-    if 2 * len(groups) > len(done):
-        return None
-    mean = sum(results) / len(results)
-    whole = sum((rank - mean) ** 2 for rank in results)
-    within = sum(sum((rank - sum(ranks) / len(ranks)) ** 2 for rank in ranks) for ranks in groups.values())
+        return _Field(path, places, _ranks(values), {})
+    groups: dict[str, list[int]] = defaultdict(list)
+    for at, value in enumerate(values):
+        groups[_written(value)].append(at)
+    return None if 2 * len(groups) > len(values) else _Field(path, places, (), groups)
+
+
+def _share(field: _Field, results: Sequence[float]) -> float | None:
+    """How far a field goes along with the ranks of results: of numbers, which have a direction, with its sign. None:
+    one of them does not vary."""
+    ranks = _own(field, results)
+    if field.ranks:
+        return _correlation(field.ranks, ranks)
+    mean = sum(ranks) / len(ranks)
+    whole = sum((rank - mean) ** 2 for rank in ranks)
     if not whole:
         return None
+    within = 0.0
+    for group in field.groups.values():
+        own = [ranks[at] for at in group]
+        mean = sum(own) / len(own)
+        within += sum((rank - mean) ** 2 for rank in own)
     # As the corrected R squared of a regression: with many values chance alone would look important.
-    explained = 1 - (within / (len(done) - len(groups))) / (whole / (len(done) - 1))
+    explained = 1 - (within / (len(ranks) - len(field.groups))) / (whole / (len(ranks) - 1))
+    return math.sqrt(max(0.0, explained))
+
+
+def _own(field: _Field, results: Sequence[float]) -> Sequence[float]:
+    """The ranks of the results among the trials that have the field."""
+    return results if len(field.places) == len(results) else _ranks([results[place] for place in field.places])
+
+
+def _how(field: _Field, share: float, results: Sequence[float], objective: str) -> str:
+    if field.ranks:
+        goes = "higher" if share > 0 else "lower"
+        return f"rank correlation {share:+.2f}: larger values go with a {goes} {objective}"
+    ranks = _own(field, results)
+    groups = {name: [ranks[at] for at in group] for name, group in field.groups.items()}
     first = min(groups, key=lambda name: sum(groups[name]) / len(groups[name]))
-    text = f"from the mean ranks of its {len(groups)} values: {objective} is lowest with {first}"
-    return Importance(path, math.sqrt(max(0.0, explained)), text)
+    return f"from the mean ranks of its {len(groups)} values: {objective} is lowest with {first}"
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
@@ -321,5 +393,5 @@ def _correlation(first: Sequence[float], second: Sequence[float]) -> float | Non
     """Pearson's correlation; None: one of them does not vary."""
     means = sum(first) / len(first), sum(second) / len(second)
     one, other = [value - means[0] for value in first], [value - means[1] for value in second]
-    scale = math.sqrt(sum(value * value for value in one) * sum(value * value for value in other))
-    return sum(a * b for a, b in zip(one, other, strict=True)) / scale if scale else None
+    scale = math.sqrt(math.sumprod(one, one) * math.sumprod(other, other))
+    return math.sumprod(one, other) / scale if scale else None

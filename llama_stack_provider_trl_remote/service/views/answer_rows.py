@@ -2,43 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal, NamedTuple
 
-from llama_stack_provider_trl.system.texts import parse_json
-
+from ..http.samples import AnswerLine
 from .checkpoints import Opener
+from .rollouts import answer_of
 
+MOST_ANSWERS = 4
+"""Jobs beside each other."""
 MOST_BYTES = 8 << 20
 """Bytes of all files that are read for a page."""
 _LONGEST = 1 << 20
-"""Bytes of a line that is read."""
+"""Bytes of a line that is read. A longer one is left out."""
 type Wanted = Literal["all", "failed", "differ"]
-
-
-class RowAnswer(NamedTuple):
-    """What a job has answered to a row."""
-
-    text: str
-    tokens: int
-    complete: bool
-    passed: Mapping[str, bool]
-    scores: Mapping[str, float | None]
-    """Of judges and graders; None: unreadable, or none was given."""
-
-    @property
-    def fails(self) -> bool:
-        return not all(self.passed.values())
 
 
 class AnsweredRow(NamedTuple):
     row: int
     sample: int
     """Number of the answer to this row, from 0."""
-    prompt: list[Mapping[str, Any]]
-    answers: list[RowAnswer | None]
-    """One per job; None: it has none to this row."""
+    prompt: list[dict[str, Any]]
+    answers: list[AnswerLine | None]
+    """One per job; None: it has none to this prompt."""
+    has_others: bool
+    """Whether jobs have another prompt in the row of this number: they have read different rows, and have a line of
+    their own."""
 
 
 class AnsweredRows(NamedTuple):
@@ -46,6 +36,8 @@ class AnsweredRows(NamedTuple):
     has_more: bool
     is_cut: bool
     """Whether the files have more than was read for this page."""
+    unreadable: int
+    """Lines that are no answers, or too long, among those that were read."""
 
 
 def read_rows(files: Sequence[tuple[Opener, int] | None], first: int, count: int, wanted: Wanted) -> AnsweredRows:
@@ -59,7 +51,6 @@ def read_rows(files: Sequence[tuple[Opener, int] | None], first: int, count: int
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: a line is no answer.
     """
     most = MOST_BYTES // max(1, sum(one is not None for one in files))
     found: list[AnsweredRow] = []
@@ -73,10 +64,9 @@ def read_rows(files: Sequence[tuple[Opener, int] | None], first: int, count: int
                 first -= 1
                 continue
             if len(found) == count:
-                return AnsweredRows(found, has_more=True, is_cut=False)
+                return AnsweredRows(found, has_more=True, is_cut=False, unreadable=_unreadable(sources))
             found.append(row)
-    is_cut = is_cut or any(one is not None and one.is_cut for one in sources)
-    return AnsweredRows(found, has_more=False, is_cut=is_cut)
+    return AnsweredRows(found, has_more=False, is_cut=is_cut, unreadable=_unreadable(sources))
 
 
 class _Answers:
@@ -84,53 +74,62 @@ class _Answers:
 
     def __init__(self, file: Any, size: int) -> None:
         self._file, self._left = file, size
-        self.is_cut = False
-        """Whether a line was longer than what is read of one: nothing behind it is."""
+        self.unreadable = 0
         self.next = self._read()
 
-    def take(self) -> dict[str, Any]:
+    def take(self) -> AnswerLine:
         assert self.next is not None
         taken, self.next = self.next, self._read()
         return taken
 
-    def _read(self) -> dict[str, Any] | None:
-        line = self._file.readline(min(self._left, _LONGEST))
-        self._left -= len(line)
-        if not line.endswith(b"\n"):  # the end of what is read
-            self.is_cut = len(line) == _LONGEST
-            return None
-        found = parse_json(line)
-        if not isinstance(found, dict) or not {"row", "sample", "prompt", "text"} <= found.keys():
-            raise ValueError("a line of the answers is no answer")
-        return found
+    def _read(self) -> AnswerLine | None:
+        while line := self._piece():
+            if line.endswith(b"\n"):
+                if (found := answer_of(line)) is not None:
+                    return found
+                self.unreadable += 1
+            elif self._left:  # it is longer than what is read of one
+                while self._left and not self._piece().endswith(b"\n"):
+                    pass
+                self.unreadable += 1
+        return None
+
+    def _piece(self) -> bytes:
+        """A line, or a part of a long one; empty: the end of what is read."""
+        piece: bytes = self._file.readline(min(self._left, _LONGEST))
+        # The file may be shorter than it was.
+        self._left = self._left - len(piece) if piece else 0
+        return piece
+
+
+def _unreadable(sources: Sequence[_Answers | None]) -> int:
+    return sum(one.unreadable for one in sources if one is not None)
 
 
 def _beside(sources: Sequence[_Answers | None]) -> Iterator[AnsweredRow]:
-    """Rows in their order, each with the answers of all jobs that have it."""
+    """Rows in their order, each with the answers of all jobs that have it. Jobs that have another prompt there have
+    read different rows: their answers are to something else, and are not beside each other."""
     while waiting := [one.next for one in sources if one is not None and one.next is not None]:
-        row, sample = min((one["row"], one["sample"]) for one in waiting)
-        prompt: list[Mapping[str, Any]] = []
-        answers: list[RowAnswer | None] = []
-        for source in sources:
-            if source is None or source.next is None or (source.next["row"], source.next["sample"]) != (row, sample):
-                answers.append(None)
-                continue
-            line = source.take()
-            prompt = prompt or line["prompt"]
-            answers.append(_answered(line))
-        yield AnsweredRow(row, sample, prompt, answers)
-
-
-def _answered(line: Mapping[str, Any]) -> RowAnswer:
-    scores = {name: one.get("score") for name, one in (line.get("judged") or {}).items()}
-    scores |= {name: one.get("reward") for name, one in (line.get("graded") or {}).items()}
-    return RowAnswer(line["text"], line["tokens"], line["complete"], line.get("passed") or {}, scores)
+        row, sample = min((one.row, one.sample) for one in waiting)
+        lines = [
+            one.take()
+            if one is not None and one.next is not None and (one.next.row, one.next.sample) == (row, sample)
+            else None
+            for one in sources
+        ]
+        prompts: list[list[dict[str, Any]]] = []
+        for line in lines:
+            if line is not None and line.prompt not in prompts:
+                prompts.append(line.prompt)
+        for prompt in prompts:
+            answers = [line if line is not None and line.prompt == prompt else None for line in lines]
+            yield AnsweredRow(row, sample, prompt, answers, has_others=len(prompts) > 1)
 
 
 def _is_wanted(row: AnsweredRow, wanted: Wanted) -> bool:
     answers = [one for one in row.answers if one is not None]
     if wanted == "failed":
-        return any(one.fails for one in answers)
+        return any(not all(one.passed.values()) for one in answers)
     if wanted == "differ":
         if any(one.passed for one in answers):
             return len({tuple(sorted(one.passed.items())) for one in answers}) > 1

@@ -69,7 +69,7 @@ def answers_of(ownership: Ownership, job: JobRecord, skip: int) -> Answers | Non
         return None
     lines = data.split(b"\n")[:-1]  # behind the last end of a line may be a part of one
     shown = lines[:_ANSWERS]
-    found = [answer for line in shown if (answer := _parsed(line)) is not None]
+    found = [answer for line in shown if (answer := answer_of(line)) is not None]
     unreadable = len(shown) - len(found)
     if not lines and more:  # a line that is longer than what is read
         return Answers([], 1, skip + len(data))
@@ -77,7 +77,8 @@ def answers_of(ownership: Ownership, job: JobRecord, skip: int) -> Answers | Non
     return Answers(found, unreadable, behind if more or len(lines) > len(shown) else None)
 
 
-def _parsed(line: bytes) -> AnswerLine | None:
+def answer_of(line: bytes) -> AnswerLine | None:
+    """A line of a file of answers; None: it is none."""
     try:
         return AnswerLine.model_validate_json(line)
     except ValueError:
