@@ -73,6 +73,7 @@ from .space import Space
 from .views.checkpoints import Digests
 from .views.events import Feeds
 from .views.preflights import Preflights
+from .views.series import SeriesAnswers
 from .views.service_logs import ServiceLogs
 
 log = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ class Dashboard:
         self.bodies = Bodies()
         self.digests = Digests()
         self.feeds = Feeds(self.store)
+        self.series = SeriesAnswers(self.store)
         self.jobs = StoredJobs(self.store, settings.data_dir, settings.preempt)
         self.stopping = asyncio.Event()
         """Set when the server begins to stop: streams end then, instead of keeping it."""
@@ -148,6 +150,7 @@ class Service:
         self.refusals = Refusals(self.audit)
         self.digests = Digests()
         self.feeds = Feeds(self.store)
+        self.series = SeriesAnswers(self.store)
         self.logs = ServiceLogs(settings.data_dir)
 
     def _add_datasets(self) -> None:

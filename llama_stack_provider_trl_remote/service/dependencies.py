@@ -38,6 +38,7 @@ from .serving.chats import Chats
 from .settings import ServiceSettings
 from .views.checkpoints import Digests
 from .views.events import Feeds
+from .views.series import SeriesAnswers
 from .views.service_logs import ServiceLogs
 
 
@@ -56,6 +57,7 @@ StoreDep = Annotated[Store, _part("store")]
 StoredJobsDep = Annotated[StoredJobs, _part("jobs")]
 DigestsDep = Annotated[Digests, _part("digests")]
 FeedsDep = Annotated[Feeds, _part("feeds")]
+SeriesDep = Annotated[SeriesAnswers, _part("series")]
 StoppingDep = Annotated[asyncio.Event, _part("stopping")]
 AuditDep = Annotated[AuditLog | None, _part("audit")]
 # Of services.

@@ -215,7 +215,8 @@ class Space:
     def _size_of(self, job: Unfinished) -> int:
         """The approximate bytes of a job's next step checkpoint and of its exports."""
         if job.work is not None:
-            copies = WORKS[job.work].copies
+            kind = WORKS.get(job.work)
+            copies = 0 if kind is None else kind.copies  # a damaged row may have any text
             return copies * _TRAINED * self._weights(job.model, job.revision) if copies else 0
         weights = self._weights(job.model, job.revision)
         export = _TRAINED if job.dtype == "fp32" else 2

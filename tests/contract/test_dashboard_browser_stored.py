@@ -128,7 +128,7 @@ def test_html_and_script_are_text_on_every_page_and_in_charts(window: Window) ->
 def test_evaluations_are_beside_each_other_with_their_rows(window: Window) -> None:
     window.login("submit")
     window.open("/jobs/asked-after")
-    window.page.click(".trail >> text=answers")
+    window.page.click(".trail >> text=answers of several jobs")
     assert window.page.locator("article").count() == 20
     window.page.click("text=next")
     window.page.wait_for_selector("article[aria-label='Row 32']")
@@ -482,6 +482,7 @@ def test_one_cursor_is_in_all_charts_and_a_chart_is_shown_alone_and_saved(window
         page.click(".chart-menu[open] >> text=CSV")
     assert begun.value.suggested_filename == "looked-at-Loss.csv"
     lines = begun.value.path().read_text().splitlines()
+    assert page.inner_text(".figure:has([aria-label='Menu of Loss']) .chart-note") == ""
     assert lines[0] == "job,kind,step,epoch,time,loss,eval_loss"
     assert (len(lines), lines[-1].split(",")[:4], lines[-1].split(",")[5:]) == (
         *(125, ["looked-at", "validation", "120", "1.2"]),
@@ -500,6 +501,23 @@ def test_one_cursor_is_in_all_charts_and_a_chart_is_shown_alone_and_saved(window
     poll(lambda: loss_width(window) < 700, "the chart is in its place again", timeout=20)
     assert titles(window, "#headline") == ["Rewards", "Loss"]
     complete(service.data_dir, "looked-at")
+
+
+def test_a_csv_that_lacks_points_says_so_and_one_that_cannot_be_made_too(window: Window) -> None:
+    window.login("submit")
+    window.open("/jobs/long")
+    window.wait_for_charts()
+    page, note = window.page, ".figure:has([aria-label='Menu of Loss']) .chart-note"
+    page.click("[aria-label='Menu of Loss']")
+    with page.expect_download() as begun:
+        page.click(".chart-menu[open] >> text=CSV")
+    assert begun.value.suggested_filename == "long-Loss-thinned.csv"
+    assert "more than 20,000 points" in page.inner_text(note)
+    page.route("**/series?*", lambda route: route.abort())
+    page.click("[aria-label='Menu of Loss']")
+    page.click(".chart-menu[open] >> text=CSV")
+    page.wait_for_selector(f"{note}:has-text('No CSV is saved: the service does not answer')")
+    assert window.faults() == []
 
 
 def loss_width(window: Window) -> int:

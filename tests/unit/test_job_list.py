@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -162,6 +164,33 @@ def test_what_runs_stands_before_the_cut_of_each_opened_family_and_the_cut_is_na
     around = {"asset": str, "caller": Caller(None), "navigation": [], "form_token": "", "is_admin": False}
     text = rendering._environment().get_template("jobs.html").render(**shown, **around)
     assert text.count('<a class="cut" href="/?flat=yes&amp;open=a">1 of 2 are shown</a>') == 1
+
+
+def test_all_families_of_a_page_have_a_bound_together_and_each_names_its_cut(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = queue_page(store, None, None, 100, 0, folded=True).data
+    opened = ["a", "search"]
+
+    def shown(together: int, sort: Sort = "") -> tuple[set[str], dict[str, str]]:
+        monkeypatch.setattr(queue, "MOST_TOGETHER", together)
+        members = members_of(store, opened, opened, sort)
+        cuts = {row.job.job_uuid: row.cut for row in list_view.rows_of(jobs, members, opened) if row.cut}
+        return {one.job_uuid for one in members}, cuts
+
+    both = {"a": "1 of 2 are shown", "search": "1 of 2 are shown"}
+    for sort in ("", "-name", "owner"):
+        assert shown(1, sort) == ({"search-2"}, {**both, "a": "0 of 2 are shown"}), "what runs is before the cut"
+    assert shown(2) == ({"search-2", "behind"}, both), "equally many of each"
+    assert shown(4) == ({"search-2", "search-1", "behind", "last"}, {})
+
+
+def test_the_page_is_read_and_rendered_beside_the_event_loop(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+    monkeypatch.setattr(list_pages, "page", lambda *given, **values: threads.append(threading.get_ident()))
+    asyncio.run(list_pages.jobs_page(None, StoredPages(store), Caller(None)))  # type: ignore[arg-type]
+    assert len(threads) == 1
+    assert threads != [threading.get_ident()]
 
 
 class StoredPages:

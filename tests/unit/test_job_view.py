@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from llama_stack_provider_trl.jobs.store.reader import SentRequest
 from llama_stack_provider_trl.stack.responses import Checkpoint, PostTrainingJobStatusResponse
 from llama_stack_provider_trl_remote.cli.main import parser
-from llama_stack_provider_trl_remote.service.pages import job_view
+from llama_stack_provider_trl_remote.service.pages import job_view, rendering
 from llama_stack_provider_trl_remote.service.pages.rendering import duration, moment, number, size, step_time
 from llama_stack_provider_trl_remote.service.pages.settings_view import grouped
 from tests.fakes import job_spec
@@ -98,6 +99,7 @@ def test_the_forms_are_those_that_state_and_role_allow(state: str, role: Any, al
         ({"algorithm": "sft", "work": {"kind": "merge"}}, True),
         ({"algorithm": "sft", "work": {"kind": "evaluate"}}, False),
         ({"algorithm": "sft", "work": {"kind": "export", "export": {"target": "gguf"}}}, False),
+        ({"algorithm": "sft", "work": {"kind": "of-a-damaged-row"}}, False),
     ],
 )
 def test_a_job_can_be_talked_to_and_exported_where_its_checkpoints_write_text(config: Any, answers: bool) -> None:
@@ -105,6 +107,24 @@ def test_a_job_can_be_talked_to_and_exported_where_its_checkpoints_write_text(co
     for what in ("chat", "export"):
         assert job_view.values(found, "submit")["can"][what] is answers
         assert not job_view.values(found.model_copy(update={"checkpoints": []}), "submit")["can"][what]
+
+
+@pytest.mark.parametrize("has_charts", [True, False])
+@pytest.mark.parametrize("name", ["job.html", "compare.html"])
+def test_curves_are_preloaded_where_charts_are_drawn(name: str, has_charts: bool) -> None:
+    environment = rendering._environment()
+    found = {"status": status("completed"), "jobs": [status("completed")], "asset": str, "has_charts": has_charts}
+    template = environment.get_template(name)
+    context = template.new_context({"charts": environment.get_template("charts.html").module, **found})
+    head = "".join(template.blocks["head"](context))
+    assert ('rel="preload"' in head, "plotly" in head) == (has_charts, has_charts)
+
+
+def test_the_two_pages_with_answers_of_a_job_have_names_that_differ() -> None:
+    config = {"algorithm": "sft", "work": {"kind": "evaluate", "answers": {"seed": 0}}}
+    assert job_view.conversations_of(config) == "answers of this job"
+    source = (Path(job_view.__file__).parent / "templates" / "job.html").read_text()
+    assert ">answers of several jobs</a>" in source
 
 
 def test_each_attempt_has_its_end_in_words_and_its_part_of_the_ribbon() -> None:

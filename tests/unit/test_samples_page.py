@@ -88,11 +88,18 @@ def test_the_thought_and_the_calls_of_an_answer_are_apart_from_its_text() -> Non
     whole = answer_turn(f"<think>\nOne and one.\n</think>\n\nI add.\n{call}")
     assert whole[1:3] == ("I add.", "One and one.")
     assert whole.calls == [("add", '{"a": 1}')]
-    assert answer_turn("Begun by the template.</think>It is 2.")[1:3] == ("It is 2.", "Begun by the template.")
     assert answer_turn(" <think>Cut off")[1:3] == ("", "Cut off")
     broken = '<tool_call>{"name": 1}</tool_call>'
     assert (answer_turn(broken).text, answer_turn(broken).calls) == (broken, [])
     assert answer_turn("It is <b>2</b>.").text == "It is <b>2</b>."
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["text about </think> tags", "x <think>a</think> y", "<b><think>a</think>", "Perhaps of a template.</think>2"],
+)
+def test_marks_of_a_thought_that_an_answer_does_not_begin_with_are_its_text(text: str) -> None:
+    assert answer_turn(text)[1:] == (text, "", [])
 
 
 def rolled_out(step: int, *rewards: float) -> RolledOut:

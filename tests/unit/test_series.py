@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,8 @@ from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.events import Evaluated, Event, Prepared, Progress, Started
 from llama_stack_provider_trl_remote.service.http.bodies import SeriesResponse
-from llama_stack_provider_trl_remote.service.views.series import read_series
+from llama_stack_provider_trl_remote.service.views import series
+from llama_stack_provider_trl_remote.service.views.series import SeriesAnswers, read_series
 from tests.fakes import job_spec
 
 
@@ -33,6 +36,73 @@ def stored(store: Store, *events: Event) -> SeriesResponse:
     prepared = [Prepared(total_steps=10**6, num_rows=1, trainable_parameters=1, total_parameters=1)]
     assert store.apply_events("a", 1, [*started, *prepared, *events], 77)
     return read_series(store, "a", (), 1000)
+
+
+class CountedAnswers(SeriesAnswers):
+    """Answers that count how often the points of a job are read."""
+
+    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(store)
+        self.reads = 0
+        read = series.read_series
+
+        def counted(*given: Any) -> SeriesResponse:
+            self.reads += 1
+            return read(*given)
+
+        monkeypatch.setattr(series, "read_series", counted)
+
+    def losses(self, *given: Any) -> list[float]:
+        found = json.loads(self.read("a", *(given or ((), 1000))))
+        assert {**found, "next": "1-77"} == found
+        return list(found["train"]["loss"]["value"])
+
+
+def test_the_curves_of_a_job_that_has_ended_are_read_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = CountedAnswers(store, monkeypatch)
+    stored(store, point(1, 5.0), point(2, 4.0))
+    assert answers.losses() == answers.losses() == [5.0, 4.0]
+    assert answers.reads == 2, "points may come as long as it runs"
+    assert store.transition("a", 1, JobState.in_progress, JobState.completed)
+    assert answers.losses() == answers.losses() == [5.0, 4.0]
+    assert answers.read("a", (), 1000) == read_series(store, "a", (), 1000).model_dump_json().encode()
+    assert answers.reads == 3
+    assert answers.losses(["loss"], 1000, 2, 2) == answers.losses(["loss"], 1000, 2, 2) == [4.0]
+    assert answers.reads == 4, "another part of them is read, too"
+    assert not store.apply_events("a", 1, [point(3, 3.0)], 99), "nothing is stored of it any more"
+
+
+def test_a_job_under_the_name_of_a_deleted_one_has_its_own_curves(
+    store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    answers = CountedAnswers(store, monkeypatch)
+    for loss in (5.0, 1.0):
+        stored(store, point(1, loss))
+        assert store.transition("a", 1, JobState.in_progress, JobState.completed)
+        assert answers.losses() == answers.losses() == [loss]
+        store.delete("a")
+        with pytest.raises(JobNotFound):
+            answers.read("a", (), 1000)
+        store.add_job(job_spec("a"), "digest")
+        assert store.launch("a", 1, "cpu", tmp_path / "run")
+
+
+@pytest.mark.parametrize(("name", "value", "kept"), [("_KEPT", 2, 2), ("_KEPT_BYTES", 500, 3), ("_LARGEST", 100, 0)])
+def test_few_answers_are_kept_and_no_large_ones(
+    store: Store, monkeypatch: pytest.MonkeyPatch, name: str, value: int, kept: int
+) -> None:
+    answers = CountedAnswers(store, monkeypatch)
+    stored(store, point(1, 5.0), point(2, 4.0))
+    assert store.transition("a", 1, JobState.in_progress, JobState.completed)
+    monkeypatch.setattr(series, name, value)
+    for points in range(10, 20):
+        answers.losses(["loss"], points)
+    assert len(answers._kept) == kept
+    assert answers._bytes == sum(len(answer) + asked.size for asked, answer in answers._kept.items())
+    before = answers.reads
+    answers.losses(["loss"], 19)
+    answers.losses(["loss"], 10)
+    assert answers.reads == before + (1 if kept else 2), "the last one is kept, the first is not"
 
 
 def test_a_job_without_points_has_no_curves(store: Store) -> None:

@@ -61,6 +61,7 @@ def jobs(directory: Path, trained: Path, **changes: object) -> list[Unfinished]:
         ({"work": "merge"}, 4),
         ({"work": "export"}, 8),
         ({"work": "evaluate"}, 0),
+        ({"work": "of-a-damaged-row"}, 0),
         ({"model": "org/not-on-this-machine"}, 0),
     ],
 )

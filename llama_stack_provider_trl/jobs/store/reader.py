@@ -86,6 +86,14 @@ class JobReader:
         rows = self.database.select("select_state", {"job_uuid": job_uuid})
         return JobState(rows[0]["state"]) if rows else None
 
+    def age_of(self, job_uuid: str) -> int:
+        """The job's place in the order of arrival. No other job ever has it, also none that is submitted under its name
+        after it is deleted. Raises JobNotFound."""
+        rows = self.database.select("select_age", {"job_uuid": job_uuid})
+        if not rows:
+            raise JobNotFound(job_uuid)
+        return int(rows[0]["age"])
+
     def digests(self) -> set[str]:
         """Every sha256 in the record of a job, damaged records included, or in the result whose rows it reads."""
         return mentioned_digests(row["text"] for row in self.database.select("select_mentions", {}))
@@ -220,24 +228,33 @@ class JobReader:
         """
         values: dict[str, Any] = {"state": state, "search": search or "", "owner": owner, "order": order}
         values |= {"descending": descending}
-        values |= {"folded": folded, "families": None, "opened": None, "limit": limit, "offset": offset}
+        values |= {"folded": folded, "families": None, "opened": None, "limit": limit, "offset": offset, "together": 0}
         rows = self._listed(values)
         # A page behind the last one has no row that has the number.
         counted = rows or (self._listed({**values, "limit": 1, "offset": 0}) if offset else rows)
         return [listed_job(row) for row in rows], counted[0]["matching"] if counted else 0
 
     def families(
-        self, roots: Sequence[str], opened: Sequence[str], order: ListOrder, descending: bool, limit: int
+        self,
+        roots: Sequence[str],
+        opened: Sequence[str],
+        order: ListOrder,
+        descending: bool,
+        limit: int,
+        together: int,
     ) -> Sequence[ListedJob]:
         """The jobs that `queue_page` has folded under some others: of those in `opened` all, of others what runs.
 
         Returns:
-            Of each family at most `limit`, what runs before all others; where `order` leaves it open, that comes first,
-            then the newest trials, and then the jobs of a chain, the first one first. Each has its `root`.
+            Of each family at most `limit`, and of all together at most `together`, what runs before all others. Where
+            `together` is reached, families with more members have equally many, up to one. Where `order` leaves it
+            open, what runs comes first, then the newest trials, and then the jobs of a chain, the first one first. Each
+            has its `root`.
         """
         values: dict[str, Any] = {"state": None, "search": "", "owner": None, "order": order, "folded": True}
         values |= {"descending": descending}
         values |= {"families": json.dumps([*roots]), "opened": json.dumps([*opened]), "limit": limit, "offset": 0}
+        values |= {"together": together}
         return [listed_job(row) for row in self._listed(values)]
 
     def _listed(self, values: Mapping[str, Any]) -> Sequence[sqlite3.Row]:

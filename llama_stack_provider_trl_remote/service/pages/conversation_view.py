@@ -87,13 +87,15 @@ def answer_turn(text: str) -> ShownTurn:
 
 
 def _without_thought(text: str) -> tuple[str, str]:
-    """The thought of an answer, and the rest. Templates that begin the thought leave its first mark out of the answer;
-    one that `max_new_tokens` has ended has no second mark."""
-    before, end, rest = text.partition(_END)
-    begins = text.lstrip().startswith(_BEGIN)
-    if not end and not begins:
+    """The thought with which an answer begins, and the rest. One that `max_new_tokens` has ended has no second mark.
+
+    Elsewhere the marks are text: an answer may speak of them. So is a second mark alone, which a thought has that the
+    chat template begins: what is stored of an answer does not say whether the template does.
+    """
+    if not text.lstrip().startswith(_BEGIN):
         return "", text
-    return before.lstrip().removeprefix(_BEGIN), rest
+    thought, _, rest = text.partition(_END)
+    return thought.lstrip().removeprefix(_BEGIN), rest
 
 
 def cut(text: str) -> str:

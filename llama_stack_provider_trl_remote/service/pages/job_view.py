@@ -160,7 +160,7 @@ def conversations_of(config: Mapping[str, Any]) -> str:
     """What the page of a job's answers has; empty: nothing."""
     work = config.get("work") or {"kind": "train"}
     if work["kind"] == "generate" or work.get("answers"):
-        return "answers"
+        return "answers of this job"
     if config["algorithm"] == "grpo" and work["kind"] == "train":
         return "rollouts and samples" if config.get("samples") else "rollouts"
     return "samples" if config.get("samples") else ""
@@ -189,7 +189,8 @@ def step_seconds_of(progress: Mapping[str, Any], state: JobState, attempts: Sequ
 def _writes_text(config: Mapping[str, Any]) -> bool:
     """Whether the checkpoints of a job are models that answer."""
     work, method = config.get("work"), METHODS.get(config["algorithm"])
-    leaves_model = not work or WORKS[work["kind"]].leaves_model
+    kind = WORKS.get(work["kind"]) if work else None
+    leaves_model = not work or (kind is not None and kind.leaves_model)  # a damaged row may have any kind
     return leaves_model and not (method is not None and method.trains_reward)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
@@ -103,7 +103,7 @@ class ShownRow(NamedTuple):
     """How much of what is to stand under it does; empty: all of it."""
 
 
-def rows_of(jobs: Sequence[QueueRow], members: Iterable[QueueRow], opened: Sequence[str]) -> list[ShownRow]:
+def rows_of(jobs: Sequence[QueueRow], members: Sequence[QueueRow], opened: Sequence[str]) -> list[ShownRow]:
     """The rows of a page: each job, and below it those of `members` that stand under it.
 
     Args:
@@ -113,11 +113,13 @@ def rows_of(jobs: Sequence[QueueRow], members: Iterable[QueueRow], opened: Seque
     below: dict[str | None, list[QueueRow]] = {}
     for one in members:
         below.setdefault(one.root, []).append(one)
-    found = []
+    found, are_most = [], len(members) >= queue.MOST_TOGETHER
     for job in jobs:
         under = below.get(job.job_uuid, [])
         wanted = sum(count for state, count in job.members.items() if job.job_uuid in opened or state in ACTIVE)
-        cut = f"{len(under)} of {wanted} are shown" if queue.MOST_MEMBERS <= len(under) < wanted else ""
+        # Counts are read before members: where no bound is reached, a job has moved meanwhile, and nothing is cut.
+        is_cut = are_most or len(under) >= queue.MOST_MEMBERS
+        cut = f"{len(under)} of {wanted} are shown" if is_cut and len(under) < wanted else ""
         found.append(ShownRow(job, 0, family_text(job.members), cut))
         found += [ShownRow(one, 1, "") for one in under]
     return found

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Header, Query, Response
 
 from llama_stack_provider_trl.errors import InvalidRequest
 
-from ..dependencies import FeedsDep, StoppingDep, StoreDep
+from ..dependencies import FeedsDep, SeriesDep, StoppingDep, StoreDep
 from ..http.bodies import JobStateRow, JobStatesResponse, SeriesResponse
 from ..http.errors import declared
 from ..http.samples import SamplesResponse
@@ -17,7 +17,7 @@ from ..security.access import USERS, GuardedRoute
 from ..security.streams import CountedStream
 from ..views.events import Cursor, read_page, read_states
 from ..views.samples import list_samples
-from ..views.series import LAST_STEP, read_series
+from ..views.series import LAST_STEP
 from .jobs import JobUuid, as_json
 
 router = APIRouter(route_class=GuardedRoute, prefix="/post-training", tags=["what a job leaves behind"])
@@ -72,7 +72,7 @@ async def events_of_jobs(
 
 @router.get("/jobs/{job_uuid}/series", dependencies=[USERS], response_model=SeriesResponse, responses=declared(404))
 async def job_series(
-    store: StoreDep,
+    series: SeriesDep,
     job_uuid: JobUuid,
     metric: Annotated[list[str] | None, Query(max_length=256, description="Names of metrics; left out: all")] = None,
     points: Annotated[int, Query(ge=2, le=20_000, description="Points of a curve at most")] = 1000,
@@ -81,7 +81,7 @@ async def job_series(
 ) -> Response:
     """Metric points as curves. Of more points than requested, the lowest and highest of each part of the range."""
     wanted = (metric or (), points, begin or 0, LAST_STEP if end is None else end)
-    return as_json(await asyncio.to_thread(read_series, store, job_uuid, *wanted))
+    return Response(await asyncio.to_thread(series.read, job_uuid, *wanted), media_type="application/json")
 
 
 @router.get("/jobs/{job_uuid}/samples", dependencies=[USERS], response_model=SamplesResponse, responses=declared(404))

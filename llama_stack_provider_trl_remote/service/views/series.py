@@ -7,23 +7,28 @@ metric are kept, so a spike is seen at any scale, and of the range the first and
 from __future__ import annotations
 
 import math
+import threading
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
+from llama_stack_provider_trl.jobs.decisions.states import TERMINAL
 from llama_stack_provider_trl.jobs.store.store import Store
 
 from ..http.bodies import Curve, SeriesResponse
-from .events import read_states
+from .events import Cursor, read_states
 
 LAST_STEP = 2**53
 _AT_ONCE = 400
 """Steps that are read together, at least."""
 _ENDS = 2
 """Points of a curve beside those of its parts: the first and the last one."""
+_KEPT, _KEPT_BYTES, _LARGEST = 64, 8 << 20, 1 << 20
+"""Answers that are kept, their bytes together, and those of one: all curves of a job have about 330 kB."""
 
 
 def read_series(
@@ -57,6 +62,70 @@ def read_series(
             curves.of(kind, partial(store.step_times, job_uuid, kind)) for kind in ("train", "validation")
         )
     return SeriesResponse(train=train, validation=validation, exact=curves.exact, next=str(cursor))
+
+
+class SeriesAnswers:
+    """The answers of `read_series` as JSON. Those of jobs that have ended are kept: their points change no more.
+
+    Safe to share between threads.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[_Asked, bytes] = OrderedDict()
+        """The one that was requested last is the last."""
+        self._bytes = 0
+
+    def read(self, job_uuid: str, metrics: Collection[str], points: int, begin: int = 0, end: int = LAST_STEP) -> bytes:
+        """See `read_series`. Raises JobNotFound."""
+        store = self._store
+        with store.snapshot():
+            (state,), (cursor,) = read_states(store, [job_uuid])
+            asked = _Asked(store.age_of(job_uuid), cursor, frozenset(metrics), points, begin, end)
+        kept = self._find(asked) if state in TERMINAL else None
+        if kept is not None:
+            return kept
+        found = read_series(store, job_uuid, metrics, points, begin, end)
+        answer = found.model_dump_json().encode()
+        # Events may have come since. Another job of this name may have come, too: nothing asks for this age again.
+        if state in TERMINAL and found.next == str(cursor) and len(answer) + asked.size <= _LARGEST:
+            self._keep(asked, answer)
+        return answer
+
+    def _find(self, asked: _Asked) -> bytes | None:
+        with self._lock:
+            kept = self._kept.get(asked)
+            if kept is not None:
+                self._kept.move_to_end(asked)
+            return kept
+
+    def _keep(self, asked: _Asked, answer: bytes) -> None:
+        with self._lock:
+            if asked in self._kept:  # another thread has read the same
+                return
+            self._kept[asked] = answer
+            self._bytes += len(answer) + asked.size
+            while len(self._kept) > _KEPT or self._bytes > _KEPT_BYTES:
+                oldest, dropped = self._kept.popitem(last=False)
+                self._bytes -= len(dropped) + oldest.size
+
+
+class _Asked(NamedTuple):
+    """What an answer depends on."""
+
+    age: int
+    """Of the job: one that is submitted under the name of a deleted one has another."""
+    cursor: Cursor
+    """Behind the last of its points."""
+    metrics: frozenset[str]
+    points: int
+    begin: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.metrics))
 
 
 class _Kept(NamedTuple):

@@ -15,6 +15,9 @@ SELECT count(*) AS jobs FROM jobs WHERE state IN ('scheduled', 'paused') AND cre
 -- name: select_state
 SELECT state FROM jobs WHERE job_uuid = :job_uuid;
 
+-- name: select_age
+SELECT age FROM jobs WHERE job_uuid = :job_uuid;
+
 -- name: request_digest
 SELECT request_digest FROM jobs WHERE job_uuid = :job_uuid;
 
@@ -115,7 +118,7 @@ ORDER BY age LIMIT :limit;
 -- Folded: trials stand under their search, and jobs that come after another under that one. A family has the place of the first of its
 -- members. `part`: of `search`, without the `=` between name and value. `families`: a JSON array of the jobs whose families are wanted, without these jobs themselves; NULL: all jobs, and of a
 -- family the first one alone. With `families` the limit is one of each family, and takes what runs before all else: trials the
--- newest first, jobs of a chain the first one first.
+-- newest first, jobs of a chain the first one first; and of all families together `together` are taken, from each as many as from others.
 WITH RECURSIVE parents(job_uuid, parent) AS MATERIALIZED (
     SELECT job_uuid, search FROM trials WHERE :folded
     UNION ALL
@@ -185,9 +188,9 @@ taken AS (
     SELECT * FROM (SELECT age, members, root, matching, place FROM sorted
                    WHERE :families IS NULL ORDER BY place LIMIT :limit OFFSET :offset)
     UNION ALL
-    SELECT age, members, root, matching, place FROM (
+    SELECT * FROM (SELECT age, members, root, matching, place FROM (
         SELECT *, row_number() OVER (PARTITION BY root ORDER BY own_part <> 0, place) AS number FROM sorted WHERE :families IS NOT NULL)
-    WHERE number <= :limit)
+        WHERE number <= :limit ORDER BY own_part <> 0, number, place LIMIT :together))
 SELECT job_uuid, state, CASE WHEN json_valid(spec) THEN coalesce(json_extract(spec, '$.work.kind'), json_extract(spec, '$.train.method.type'), json_extract(spec, '$.train.method.algorithm')) END AS algorithm,
        CASE WHEN json_valid(spec) THEN json_extract(spec, '$.source.model') END AS model,
        CASE WHEN json_valid(spec) THEN json_extract(spec, '$.metadata') END AS metadata,

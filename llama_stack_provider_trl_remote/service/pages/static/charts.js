@@ -8,6 +8,8 @@ const HEIGHT = 290;
 // Of a part of a curve, and of a file.
 const CLOSER_POINTS = 4000;
 const FILE_POINTS = 20000;
+const THINNED = `The CSV is thinned: a curve has more than ${FILE_POINTS.toLocaleString("en")} points, and the file has the lowest \
+and the highest of each part. Enlarge a part of the chart to save all points of it.`;
 // No bar of buttons: some of them lead to a site of plotly's.
 export const CONFIG = { responsive: true, displayModeBar: false };
 // Plotly shows some tags of HTML in texts: a name is shown as it is.
@@ -239,17 +241,25 @@ export class Charts {
     window.Plotly.Plots.resize(this.charts.get(group.title).element);
   }
 
-  // Saves the points of the part that a chart shows.
+  // Saves the points of the part that a chart shows. Of a file that lacks some of them its name says so, too.
   async csv(group, chart) {
     const found = [];
-    for (const [job, curves] of this.jobs()) {
-      const options = chart.range
-        ? this.options(curves, group, ...chart.range, FILE_POINTS)
-        : [...group.names.map((name) => ["metric", name]), ["points", FILE_POINTS]];
-      if (options) found.push([job, await this.ask(job, options)]);
+    try {
+      for (const [job, curves] of this.jobs()) {
+        const options = chart.range
+          ? this.options(curves, group, ...chart.range, FILE_POINTS)
+          : [...group.names.map((name) => ["metric", name]), ["points", FILE_POINTS]];
+        if (options) found.push([job, await this.ask(job, options)]);
+      }
+    } catch {
+      chart.figure.say("No CSV is saved: the service does not answer with the points. Try again.");
+      return;
     }
+    const isThinned = found.some(([, series]) => !series.exact);
     const name = found.length === 1 ? found[0][0] : "jobs";
-    save(new Blob([csvOf(found, group.names)], { type: "text/csv" }), `${name}-${group.title}.csv`);
+    chart.figure.say(isThinned ? THINNED : "");
+    const end = isThinned ? "-thinned.csv" : ".csv";
+    save(new Blob([csvOf(found, group.names)], { type: "text/csv" }), `${name}-${group.title}${end}`);
   }
 
   traces(name, zoomed, color) {

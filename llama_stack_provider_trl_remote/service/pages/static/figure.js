@@ -38,7 +38,8 @@ function cell(value) {
 }
 
 // The points of some jobs: a row for each step at which one of the metrics has a value.
-// jobs: pairs of a name and an answer of /series.
+// jobs: pairs of a name and an answer of /series. Of a curve that is thinned a step may be left out that another one has:
+// its cell is blank.
 export function csvOf(jobs, names) {
   const rows = [["job", "kind", "step", "epoch", "time", ...names]];
   for (const [job, series] of jobs) {
@@ -92,6 +93,16 @@ export class Figure {
     this.element.tabIndex = 0;
     this.frame.append(this.element, this.makeMenu());
     container.append(this.frame);
+    // It is there before it has a text: what is put in with its text is not read out.
+    this.note = document.createElement("p");
+    this.note.className = "chart-note";
+    this.note.setAttribute("role", "status");
+    this.frame.append(this.note);
+  }
+
+  // Says something of the chart below it, until the next call; "": nothing.
+  say(text) {
+    this.note.textContent = text;
   }
 
   get isWhole() {
