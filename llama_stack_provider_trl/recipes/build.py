@@ -29,6 +29,7 @@ from .distributed import ranks
 from .fast.model import use_rows
 from .fast.smaller_batches import in_parts
 from .fast.support import with_batches
+from .micro_steps import MicroBatches, merge_micro_steps
 from .model.adapters import DEFAULT, continued, continues, has_reference_adapter
 from .model.attention import passes_padding_mask, set_attention
 from .model.checked import check_models
@@ -47,7 +48,7 @@ from .model.loading import (
 from .model.packing_check import check_isolation
 from .model.positions import check_length, positions_of
 from .model.saving import try_exports
-from .preflight import MicroBatches, before_training, choose_gradient_sync, memory_of, merge_micro_steps
+from .preflight import before_training, choose_gradient_sync, memory_of
 from .reward_templates import lost_by_reward_models
 from .trainer.base import RecipeTrainer
 from .trainer.custom import check_rows_of_jobs, other_version, used_method
@@ -233,7 +234,9 @@ def build_trainer(
         trained_batch_size,
     )
     spec, batch_plan = merged.spec, merged.batch_plan
-    memory = before_training(spec, batch_plan, data.train, device, writer, requested, data.mixed.mixture)
+    memory = before_training(
+        spec, batch_plan, data.train, device, writer, requested, data.mixed.mixture, merged.unmerged
+    )
     chooses_gradient_sync, spec = spec.train.gradient_sync == "auto", choose_gradient_sync(spec, memory)
     if batch_plan.needs_filler:
         data = data.with_filler()

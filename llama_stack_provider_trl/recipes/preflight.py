@@ -6,8 +6,7 @@ The same check runs before a job loads its model (`before_training`) and, on req
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,10 +29,8 @@ from .data.padding import problem_of_padding
 from .data.prepare import DataReport
 from .data.prepared import Preparation
 from .data.prompts import encode_prompts
-from .data.sampling import BatchPlan, epoch_of_job
+from .data.sampling import BatchPlan
 from .distributed import ranks
-from .fast.batches import largest_groups
-from .fast.larger_batches import larger_plans, why_separate
 from .fast.smaller_batches import in_parts
 from .fast.support import with_batches
 from .memory.estimate import disk_bytes, estimate
@@ -41,6 +38,7 @@ from .memory.messages import gib, misfit
 from .memory.nearest import Capacity, batch_fields, nearest
 from .memory.trace import Batch
 from .memory.trace_cache import trace
+from .micro_steps import MicroBatches, StepPlan, merge_micro_steps, plan_steps, with_groups
 from .model.checked import check_models
 from .model.fsdp import accumulates_shards, keeps_whole_gradients, ranks_per_machine
 from .model.loading import load_job_tokenizer, load_teacher_tokenizer, vocabulary_size
@@ -49,60 +47,6 @@ from .model.saving import try_exports
 from .preview import preview
 from .reward_templates import lost_by_reward_models
 from .vision import with_images
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """The optimizer steps of a job, and its largest batch."""
-
-    epochs: int
-    steps_per_epoch: int
-    total_steps: int
-    global_batch: int
-    """Rows (SFT) or pairs (DPO) per optimizer step."""
-    batch: Batch
-
-
-def plan_steps(
-    spec: JobSpec,
-    lengths: torch.Tensor | Sequence[int],
-    batch_plan: BatchPlan | None = None,
-    mixture: Mixture | None = None,
-) -> StepPlan:
-    """Compute the steps that the trainer will do with a job's rows.
-
-    Args:
-        lengths: tokens of each row that is trained on; of a pair, those of its longer half; of a packed job, of each
-            sequence.
-        batch_plan: the batches of each optimizer step; None: those that the job's own fields give.
-        mixture: of the datasets that they are of; None: there is one.
-    """
-    batch_plan = batch_plan or BatchPlan.of_job(spec)
-    epoch = epoch_of_job(spec, len(lengths), batch_plan, mixture)
-    steps = epoch.steps_per_epoch
-    return StepPlan(
-        spec.train.n_epochs,
-        steps,
-        steps * spec.train.n_epochs,
-        batch_plan.rows_per_step,
-        _largest_batch(spec, batch_plan, epoch.rows_per_epoch, int(torch.as_tensor(lengths).max())),
-    )
-
-
-def _largest_batch(spec: JobSpec, batch_plan: BatchPlan, rows: int, tokens: int) -> Batch:
-    """The batch with the longest row, which pads all others to its length. With fillers no batch is short."""
-    size = batch_plan.batch_size if batch_plan.needs_filler else min(batch_plan.batch_size, rows)
-    tokens += spec.method.answer_tokens or 0
-    return Batch(size * spec.sequences_per_row, min(tokens, spec.data.max_seq_length))
-
-
-def _with_groups(batch: Batch, spec: JobSpec, dataset: Dataset, mixture: Mixture | None) -> Batch:
-    """A job's largest batch, where it is in one sequence with the rows that have the most tokens together."""
-    if not spec.compute.padding_free:
-        return batch
-    rows = batch.sequences // (2 if spec.has_pairs else 1)
-    groups, scored = largest_groups(dataset, rows, mixture.most_repeats if mixture else 1)
-    return replace(batch, groups=groups, scored=scored)
 
 
 def device_limit(device: torch.device, ranks: int) -> int:
@@ -174,8 +118,12 @@ def before_training(
     writer: EventWriter | None,
     requested: JobSpec | None = None,
     mixture: Mixture | None = None,
+    unmerged: MicroBatches | None = None,
 ) -> dict[str, Any] | None:
     """Check the memory of a job before it loads its model; returns the result for its record.
+
+    Nobody asked for merged micro steps: where they do not fit in what is free, the job is refused only if it does not
+    fit without them. They stay merged: what is free at the moment decides no number.
 
     Args:
         spec: as this attempt's ranks train it.
@@ -183,24 +131,34 @@ def before_training(
         dataset: prepared rows, packed where the job packs them, without a filler.
         requested: as in `check`.
         mixture: as in `plan_steps`.
+        unmerged: the job before its micro steps were merged; None: they were not.
 
     Raises:
         JobFailure: does_not_fit, unless the job's option `preflight` is warn or off.
     """
     if spec.preflight == "off" or ranks.rank() != 0:  # the other ranks end with rank 0
         return None
-    planned = plan_steps(spec, row_lengths(dataset), batch_plan, mixture)
-    batch = _with_groups(planned.batch, spec, dataset, mixture)
+    lengths = row_lengths(dataset)
+
+    def checked(job: JobSpec, plan: BatchPlan, capacity: Capacity) -> dict[str, Any]:
+        batch = with_groups(plan_steps(job, lengths, plan, mixture).batch, job, dataset, mixture)
+        return check(job, batch, device.type, capacity, requested)
+
     try:
         capacity, _ = memory_of(spec, device)
-        verdict = check(spec, batch, device.type, capacity, requested)
+        verdict, alone = checked(spec, batch_plan, capacity), None
+        if not verdict["fits"] and unmerged is not None:
+            alone = checked(unmerged.spec, unmerged.batch_plan, capacity)
     except JobFailure:
         raise
     except Exception as error:  # an architecture that cannot be traced may still be trained
         _warn_not_estimated(error, writer)
         return None
     if not verdict["fits"]:
-        if spec.preflight == "refuse":
+        if alone is not None:
+            message = _held_by_others(verdict) if alone["fits"] else alone["message"]
+            verdict |= {"message": message, "nearest": alone.get("nearest")}
+        if spec.preflight == "refuse" and not (alone and alone["fits"]):
             raise JobFailure(Reason.does_not_fit, verdict["message"])
         if writer:
             writer.write(Warned(message=verdict["message"]))
@@ -212,103 +170,6 @@ def before_training(
             )
         )
     return verdict
-
-
-@dataclass(frozen=True)
-class MicroBatches:
-    """A job with merged micro steps."""
-
-    spec: JobSpec
-    batch_plan: BatchPlan
-    steps: int = 1
-    """Micro steps of the request in each of its own."""
-    reason: str = ""
-    """Why none are merged, although the job's option allows it."""
-
-    def because(self, reason: str) -> MicroBatches:
-        return replace(self, reason=reason)
-
-    @property
-    def shown(self) -> dict[str, Any]:
-        """For the job's record."""
-        if self.steps > 1:
-            return {"merged_micro_steps": self.steps}
-        return {"micro_steps": f"not merged: {self.reason}"} if self.reason else {}
-
-
-def merge_micro_steps(
-    spec: JobSpec,
-    batch_plan: BatchPlan,
-    dataset: Dataset,
-    device: str,
-    measured: Callable[[], tuple[Capacity, int]],
-    mixture: Mixture | None = None,
-    trained: int | None = None,
-) -> MicroBatches:
-    """Merge micro steps of a job where its option allows it. A collective: rank 0's memory estimate decides.
-
-    Args:
-        spec: as this attempt's ranks train it.
-        batch_plan: the batches of each optimizer step.
-        dataset: as of `before_training`.
-        device: its type.
-        measured: the machines' memory, and all that a device has (`memory_of`); called on rank 0.
-        mixture: as in `plan_steps`.
-        trained: on rank 0, rows of a micro batch of the attempt that this one continues, which are taken again where
-            they still fit: other batches round differently. None: there was none.
-    """
-    unmerged = MicroBatches(spec, batch_plan)
-    if batch_plan.accumulation_steps == 1 or not spec.may_merge(device):
-        return unmerged
-    if spec.preflight == "off":
-        return unmerged.because("the memory of the job is not estimated")
-    if reason := why_separate(spec):
-        return unmerged.because(reason)
-    plans = larger_plans(spec, batch_plan, dataset, device)
-    if not plans:
-        return unmerged.because("their rows have many tokens")
-    chosen = -1
-    if ranks.rank() == 0 and trained != batch_plan.batch_size:
-        chosen = _first_that_fits(spec, plans, dataset, mixture, device, *measured(), trained)
-    chosen = ranks.broadcast_number(chosen)
-    if chosen < 0:
-        why = "the attempt before had these" if trained == batch_plan.batch_size else "larger ones may not fit"
-        return unmerged.because(why)
-    plan = plans[chosen]
-    return MicroBatches(plan.applied(spec), plan, batch_plan.accumulation_steps // plan.accumulation_steps)
-
-
-SHARE_FOR_MERGED = 0.7
-"""Of a device's memory, for the estimate of merged micro batches. Nobody asked for them: an estimate that is too low
-may not end the job."""
-
-
-def _first_that_fits(
-    spec: JobSpec,
-    plans: Sequence[BatchPlan],
-    dataset: Dataset,
-    mixture: Mixture | None,
-    device: str,
-    capacity: Capacity,
-    total: int,
-    trained: int | None,
-) -> int:
-    """The index of the first plan that fits, that of the attempt before first; -1: none does.
-
-    By the device's whole memory, and not by what is free at the moment: a later attempt decides the same.
-    """
-    lengths, share = row_lengths(dataset), replace(capacity, device=int(SHARE_FOR_MERGED * total))
-    for index in sorted(range(len(plans)), key=lambda index: plans[index].batch_size != trained):
-        plan = plans[index]
-        merged = plan.applied(spec)
-        batch = _with_groups(plan_steps(merged, lengths, plan, mixture).batch, merged, dataset, mixture)
-        try:
-            memory = estimate(merged, batch, device, capacity.baseline)
-        except Exception:  # as in `before_training`, which reports it
-            return -1
-        if capacity.holds(memory) and (plan.batch_size == trained or share.holds(memory)):
-            return index
-    return -1
 
 
 def choose_gradient_sync(spec: JobSpec, verdict: dict[str, Any] | None) -> JobSpec:
@@ -376,7 +237,7 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
     planned = plan_steps(spec, row_lengths(prepared.dataset), batch_plan, prepared.mixture)
     warmup = problem_of_warmup(spec.train.optimizer, planned.total_steps)
     padded = problem_of_padding(requested, row_lengths(prepared.dataset))
-    planned = replace(planned, batch=_with_groups(planned.batch, spec, prepared.dataset, prepared.mixture))
+    planned = replace(planned, batch=with_groups(planned.batch, spec, prepared.dataset, prepared.mixture))
     memory = check(spec, planned.batch, request.device, capacity, requested)
     if spec.data.has_images:
         notes.append("the estimate of memory leaves out what the vision part of the model takes for images")
@@ -441,6 +302,16 @@ def _disk(spec: JobSpec, planned: StepPlan, request: PreflightSpec) -> dict[str,
         **{f"{name}_bytes": size for name, size in sizes.items()},
         "message": "" if enough else message,
     }
+
+
+def _held_by_others(verdict: dict[str, Any]) -> str:
+    """Of a job whose merged micro steps do not fit in what other processes leave of its device."""
+    return (
+        f"the merged micro steps of this job take about {gib(verdict['estimate_bytes'])}, and its device has "
+        f"{gib(verdict['limit_bytes'])} free at the moment: other processes hold memory of it. The steps stay merged, "
+        "since others would round differently. If the memory ends, oom_retry separates them. End the other processes, "
+        "or set merge_micro_batches to never."
+    )
 
 
 def _warn_not_estimated(error: Exception, writer: EventWriter | None) -> None:

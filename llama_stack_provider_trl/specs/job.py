@@ -238,6 +238,8 @@ class DataSpec(Frozen):
     """Which shape to read where a row carries both; a row with only one shape is read by that one."""
     batch_size: int = Field(gt=0)
     """Rows (SFT) or pairs (DPO and other preference methods) per rank and micro step."""
+    unmerged_batch_size: int | None = Field(None, exclude=True)
+    """The same before micro steps were merged, which an attempt does itself, and writes nowhere; None: none are."""
     max_seq_length: int = Field(1024, gt=1)
     """Tokens; longer sequences are cut, and counted."""
     max_seq_length_is_default: bool = False
@@ -274,6 +276,13 @@ class DataSpec(Frozen):
     max_validation_steps: int | None = Field(None, gt=0)
     """Batches per evaluation; None: the whole validation dataset."""
     seed: int = 42
+
+    @property
+    def evaluated_batch_size(self) -> int:
+        """Rows or pairs per rank that are scored together, without gradients. As before micro steps were merged: the
+        numbers of an evaluation stay the same, and rows that are longer than those that are trained on take no more
+        memory."""
+        return self.unmerged_batch_size or self.batch_size
 
     @property
     def trained(self) -> TrainOn:

@@ -11,7 +11,7 @@ from llama_stack_provider_trl.recipes import preflight
 from llama_stack_provider_trl.recipes.data.lengths import histogram
 from llama_stack_provider_trl.recipes.data.sampling import BatchPlan, EpochSampler
 from llama_stack_provider_trl.recipes.memory.trace import Batch
-from llama_stack_provider_trl.recipes.preflight import plan_steps
+from llama_stack_provider_trl.recipes.micro_steps import plan_steps
 from llama_stack_provider_trl.specs.events import (
     Event,
     Failed,

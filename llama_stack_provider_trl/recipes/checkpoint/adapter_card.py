@@ -31,7 +31,8 @@ def write_card(directory: Path, spec: JobSpec) -> None:
     head = {"base_model": base, "library_name": "peft", "tags": ["trl", spec.algorithm]}
     head |= {} if spec.trains_reward else {"pipeline_tag": "text-generation"}
     rows = [("method", spec.algorithm), *(("rows", _rows(one)) for one in spec.data.mixed)]
-    rows += [("epochs", f"{spec.train.n_epochs}"), ("batch size of a rank", f"{spec.data.batch_size}")]
+    requested = spec.data.unmerged_batch_size or spec.data.batch_size
+    rows += [("epochs", f"{spec.train.n_epochs}"), ("batch size of a rank", f"{requested}")]
     if spec.lora is not None:
         rows += [(name, f"`{json.dumps(value)}`") for name, value in spec.lora.model_dump(mode="json").items()]
     # JSON is YAML, and quotes whatever a name has.

@@ -5,6 +5,8 @@ A micro step of few tokens leaves a GPU waiting for the CPU, which queues as man
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
 from datasets import Dataset
@@ -20,6 +22,13 @@ TOKENS = {"cuda": 16_384, "cpu": TOKENS_ON_CPU}
 """Of a micro batch on average, by the type of the device: beyond this an H100 gains nothing (a step of 1B reaches 38 %
 of it by arithmetic with 4,096 tokens, 45 % with 16,384)."""
 
+_DROPOUT = "dropout would leave out other units"
+_ROUTING = "the routing of its experts is random, and would choose others"
+_RANDOM = re.compile("drop|jitter|noise")
+"""In the names of settings of a model that are 0 where it draws no random numbers."""
+_RANDOM_ROUTING = ("phimoe",)
+"""Types of models that draw some in training whatever their settings are."""
+
 
 def why_separate(spec: JobSpec) -> str:
     """Why the micro steps of a job stay as they are: its numbers would change by more than rounding. Empty: they need
@@ -34,9 +43,9 @@ def why_separate(spec: JobSpec) -> str:
         return "the loss of an installed method may depend on the batch"
     if spec.train.averaging is not None:
         return "other workers would train on other rows"
-    if (spec.lora and spec.lora.dropout) or _has_dropout(spec):
-        return "dropout would leave out other units"
-    return ""
+    if spec.lora and spec.lora.dropout:
+        return _DROPOUT
+    return _why_random(spec)
 
 
 def larger_plans(spec: JobSpec, batch_plan: BatchPlan, dataset: Dataset, device: str) -> list[BatchPlan]:
@@ -55,10 +64,22 @@ def larger_plans(spec: JobSpec, batch_plan: BatchPlan, dataset: Dataset, device:
     return [BatchPlan.of(batch_plan.rows_per_step, times * size, batch_plan.world_size) for times in merged]
 
 
-def _has_dropout(spec: JobSpec) -> bool:
+def _why_random(spec: JobSpec) -> str:
+    """Why a forward of the model in training draws random numbers, which depend on the batch; empty: it draws none."""
     try:
         config: Any = load_config(spec.source).get_text_config()
     except JobFailure:
-        return False  # loading the model reports it
-    rates = [value for name, value in vars(config).items() if "drop" in name]
-    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+        return ""  # loading the model reports it
+    if config.model_type in _RANDOM_ROUTING:
+        return _ROUTING
+    names = " ".join(_rates(config.to_dict()))
+    return _DROPOUT if "drop" in names else _ROUTING if names else ""
+
+
+def _rates(values: dict[Any, Any]) -> Iterator[str]:
+    """The names of the settings of a configuration, and of those within it, by which it draws random numbers."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _rates(value)
+        elif isinstance(value, int | float) and not isinstance(value, bool) and value > 0 and _RANDOM.search(str(name)):
+            yield str(name)

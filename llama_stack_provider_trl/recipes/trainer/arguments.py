@@ -119,7 +119,7 @@ def _trainer_arguments(spec: JobSpec, device: torch.device) -> dict[str, Any]:
         "output_dir": str(spec.checkpoint_dir),
         "num_train_epochs": spec.train.n_epochs,
         "per_device_train_batch_size": spec.data.batch_size,
-        "per_device_eval_batch_size": spec.data.batch_size,
+        "per_device_eval_batch_size": spec.data.evaluated_batch_size,
         "gradient_accumulation_steps": spec.train.gradient_accumulation_steps,
         "activation_checkpointing": spec.compute.gradient_checkpointing,
         "activation_checkpointing_kwargs": {"every_n_layers": spec.compute.checkpoint_every}

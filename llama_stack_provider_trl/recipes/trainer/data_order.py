@@ -56,15 +56,18 @@ class DataOrder(JobTrainer):
             batch_plan=self.batch_plan,
             mixture=self.mixture,
             lengths=lengths,
+            batch_size=self.spec.data.batch_size,
         )
         return self._train_sampler
 
     def _get_eval_sampler(self, eval_dataset: Any) -> EpochSampler:
-        return self._sampler(eval_dataset, None, shuffle=False)
+        return self._sampler(eval_dataset, None, shuffle=False, batch_size=self.spec.data.evaluated_batch_size)
 
-    def _sampler(self, dataset: Any, cap: int | None, *, shuffle: bool, **of_steps: Any) -> EpochSampler:
+    def _sampler(
+        self, dataset: Any, cap: int | None, *, shuffle: bool, batch_size: int, **of_steps: Any
+    ) -> EpochSampler:
         world = self.args.world_size
-        multiple = world * self.spec.data.batch_size if world > 1 else 1
+        multiple = world * batch_size if world > 1 else 1
         return self.sampler_class(
             self.rows_of(dataset), cap, shuffle=shuffle, seed=self.spec.data.seed, multiple_of=multiple, **of_steps
         )

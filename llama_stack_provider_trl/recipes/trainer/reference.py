@@ -159,9 +159,9 @@ def precomputes(spec: JobSpec) -> bool:
 class Precomputation:
     """Computes the reference's log-probabilities of every row before training, or reads them from the cache.
 
-    Rows are scored longest first, `batch_size` at a time, divided among the ranks. The results become columns of the
-    trainer's datasets, which its collator puts into every batch, so the order of the rows does not matter. Under FSDP2
-    the policy is not sharded yet: there a reference is loaded, and freed afterwards.
+    Rows are scored longest first, as many at a time as in an evaluation, divided among the ranks. The results become
+    columns of the trainer's datasets, which its collator puts into every batch, so the order of the rows does not
+    matter. Under FSDP2 the policy is not sharded yet: there a reference is loaded, and freed afterwards.
 
     Args:
         trainer: a DpoRecipe that has not begun to train.
@@ -237,17 +237,18 @@ class Precomputation:
 
     def _score(self, rows: Dataset, num_rows: int) -> torch.Tensor | None:
         trainer, spec, world = self._trainer, self._spec, ranks.world_size()
+        size = spec.data.evaluated_batch_size
         if trainer.ref_model is None and (is_sharded(spec) or spec.reference.source):
             trainer.ref_model = load_reference(spec, trainer.args.device, trainer.accelerator)
             if is_sharded(spec):
                 self._sharding = {"sharding": describe(trainer.ref_model, spec)}
         order = pair_lengths(rows, num_rows).argsort(descending=True, stable=True).tolist()
         if world > 1:
-            order += [num_rows] * (-num_rows % (world * spec.data.batch_size))  # the filler
+            order += [num_rows] * (-num_rows % (world * size))  # the filler
         log_probs = torch.zeros(len(rows), 2, device=trainer.args.device)
         trainer.model.eval()
-        for start in range(ranks.rank() * spec.data.batch_size, len(order), world * spec.data.batch_size):
-            batch = order[start : start + spec.data.batch_size]
+        for start in range(ranks.rank() * size, len(order), world * size):
+            batch = order[start : start + size]
             inputs = trainer._prepare_inputs(trainer.data_collator([rows[number] for number in batch]))
             log_probs[batch] = trainer.reference_logps(inputs).view(2, -1).T
             self._heartbeat()

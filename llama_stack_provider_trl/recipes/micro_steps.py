@@ -1,0 +1,185 @@
+"""The micro steps of a job: how many there are, the largest batch of one, and which are computed together."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from datasets import Dataset
+
+from ..specs.job import JobSpec
+from .data.lengths import row_lengths
+from .data.mixture import Mixture
+from .data.sampling import BatchPlan, epoch_of_job
+from .distributed import ranks
+from .fast.batches import largest_groups
+from .fast.larger_batches import larger_plans, why_separate
+from .memory.estimate import estimate
+from .memory.nearest import Capacity
+from .memory.trace import Batch
+
+SHARE_FOR_MERGED = 0.7
+"""Of a device's memory, for the estimate of merged micro batches. Nobody asked for them: an estimate that is too low
+may not end the job."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The optimizer steps of a job, and its largest batch."""
+
+    epochs: int
+    steps_per_epoch: int
+    total_steps: int
+    global_batch: int
+    """Rows (SFT) or pairs (DPO) per optimizer step."""
+    batch: Batch
+
+
+def plan_steps(
+    spec: JobSpec,
+    lengths: torch.Tensor | Sequence[int],
+    batch_plan: BatchPlan | None = None,
+    mixture: Mixture | None = None,
+) -> StepPlan:
+    """Compute the steps that the trainer will do with a job's rows.
+
+    Args:
+        lengths: tokens of each row that is trained on; of a pair, those of its longer half; of a packed job, of each
+            sequence.
+        batch_plan: the batches of each optimizer step; None: those that the job's own fields give.
+        mixture: of the datasets that they are of; None: there is one.
+    """
+    batch_plan = batch_plan or BatchPlan.of_job(spec)
+    epoch = epoch_of_job(spec, len(lengths), batch_plan, mixture)
+    steps = epoch.steps_per_epoch
+    return StepPlan(
+        spec.train.n_epochs,
+        steps,
+        steps * spec.train.n_epochs,
+        batch_plan.rows_per_step,
+        _largest_batch(spec, batch_plan, epoch.rows_per_epoch, int(torch.as_tensor(lengths).max())),
+    )
+
+
+def _largest_batch(spec: JobSpec, batch_plan: BatchPlan, rows: int, tokens: int) -> Batch:
+    """The batch with the longest row, which pads all others to its length. With fillers no batch is short."""
+    size = batch_plan.batch_size if batch_plan.needs_filler else min(batch_plan.batch_size, rows)
+    tokens += spec.method.answer_tokens or 0
+    return Batch(size * spec.sequences_per_row, min(tokens, spec.data.max_seq_length))
+
+
+def with_groups(batch: Batch, spec: JobSpec, dataset: Dataset, mixture: Mixture | None) -> Batch:
+    """A job's largest batch, where it is in one sequence with the rows that have the most tokens together."""
+    if not spec.compute.padding_free:
+        return batch
+    rows = batch.sequences // (2 if spec.has_pairs else 1)
+    groups, scored = largest_groups(dataset, rows, mixture.most_repeats if mixture else 1)
+    return replace(batch, groups=groups, scored=scored)
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """A job with its micro steps, merged or not."""
+
+    spec: JobSpec
+    batch_plan: BatchPlan
+    steps: int = 1
+    """Micro steps of the request in each of its own."""
+    reason: str = ""
+    """Why none are merged, although the job's option allows it."""
+    unmerged: MicroBatches | None = None
+    """The job before they were merged; None: none are."""
+
+    def because(self, reason: str) -> MicroBatches:
+        return replace(self, reason=reason)
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """For the job's record."""
+        if self.steps > 1:
+            return {"merged_micro_steps": self.steps}
+        return {"micro_steps": f"not merged: {self.reason}"} if self.reason else {}
+
+
+def merge_micro_steps(
+    spec: JobSpec,
+    batch_plan: BatchPlan,
+    dataset: Dataset,
+    device: str,
+    measured: Callable[[], tuple[Capacity, int]],
+    mixture: Mixture | None = None,
+    trained: int | None = None,
+) -> MicroBatches:
+    """Merge micro steps of a job where its option allows it. A collective: rank 0's memory estimate decides.
+
+    Args:
+        spec: as this attempt's ranks train it.
+        batch_plan: the batches of each optimizer step.
+        dataset: as of `before_training`.
+        device: its type.
+        measured: the machines' memory, and all that a device has (`preflight.memory_of`); called on rank 0.
+        mixture: as in `plan_steps`.
+        trained: on rank 0, rows of a micro batch of the attempt that this one continues, which are taken again where
+            the device can hold them: other batches round differently. None: there was none.
+    """
+    unmerged = MicroBatches(spec, batch_plan)
+    if batch_plan.accumulation_steps == 1 or not spec.may_merge(device):
+        return unmerged
+    if spec.preflight == "off":
+        return unmerged.because("the memory of the job is not estimated")
+    if reason := why_separate(spec):
+        return unmerged.because(reason)
+    plans = larger_plans(spec, batch_plan, dataset, device)
+    if not plans:
+        return unmerged.because("their rows have many tokens")
+    chosen = -1
+    if ranks.rank() == 0 and trained != batch_plan.batch_size:
+        chosen = _chosen(spec, plans, dataset, mixture, device, measured, trained)
+    chosen = ranks.broadcast_number(chosen)
+    if chosen < 0:
+        why = "the attempt before had these" if trained == batch_plan.batch_size else "larger ones may not fit"
+        return unmerged.because(why)
+    plan = plans[chosen]
+    merged = plan.applied(spec).changed(unmerged_batch_size=batch_plan.batch_size)
+    times = batch_plan.accumulation_steps // plan.accumulation_steps
+    return MicroBatches(merged, plan, times, unmerged=unmerged)
+
+
+def _chosen(
+    spec: JobSpec,
+    plans: Sequence[BatchPlan],
+    dataset: Dataset,
+    mixture: Mixture | None,
+    device: str,
+    measured: Callable[[], tuple[Capacity, int]],
+    trained: int | None,
+) -> int:
+    """The index of the plan that the attempt before had, where it fits, else of the largest that fits; -1: none does.
+
+    By the device's whole memory, and not by what is free at the moment: a later attempt decides the same, and so does
+    one that begins before the memory of the last one is released.
+    """
+    lengths = row_lengths(dataset)
+    try:
+        capacity, total = measured()
+
+        def fits(plan: BatchPlan, share: float) -> bool:
+            merged = plan.applied(spec)
+            batch = with_groups(plan_steps(merged, lengths, plan, mixture).batch, merged, dataset, mixture)
+            memory = estimate(merged, batch, device, capacity.baseline)
+            return replace(capacity, device=int(share * total)).holds(memory)
+
+        before = next((index for index, plan in enumerate(plans) if plan.batch_size == trained), None)
+        if before is not None and fits(plans[before], 1):
+            return before
+        # The largest one may accumulate no gradients, and then fit where a smaller one does not. Of the others each
+        # takes less than the one before it. An estimate takes seconds, in which the other ranks wait.
+        if fits(plans[0], SHARE_FOR_MERGED):
+            return 0
+        found = bisect_left(plans, True, lo=1, key=lambda plan: fits(plan, SHARE_FOR_MERGED))
+    except Exception:  # `before_training` reports it, where the other ranks wait for no answer
+        return -1
+    return found if found < len(plans) else -1
