@@ -70,8 +70,10 @@ class Hub:
     """Whether a repository that was made here is private, by its name."""
     damages: str | None = None
     """The file whose last byte a commit changes."""
+    loses: str | None = None
+    """The file that a commit lacks."""
     damaged_branch: str | None = None
-    """The branch whose commits are damaged; None: those of all are."""
+    """The branch whose commits are damaged, or lack a file; None: those of all."""
 
     def add(self, name: str, files: Files, **more: Any) -> Repository:
         """A repository with one commit on its branch main."""
@@ -229,9 +231,13 @@ class _Handler(BaseHTTPRequestHandler):
             elif line["key"] == "lfsFile":
                 files[value["path"]] = self.hub.objects[value["oid"]]
             elif line["key"] == "deletedFile":
+                if value["path"] not in files:
+                    return self.refuse(400, "")
                 del files[value["path"]]
-        if self.hub.damages in files and self.hub.damaged_branch in (None, branch):
-            files[self.hub.damages] = files[self.hub.damages][:-1] + b"!"
+        if self.hub.damaged_branch in (None, branch):
+            if self.hub.damages in files:
+                files[self.hub.damages] = files[self.hub.damages][:-1] + b"!"
+            files = {path: data for path, data in files.items() if path != self.hub.loses}
         commit = repository.push(files, branch)
         self.reply({"success": True, "commitOid": commit, "commitUrl": f"{self.hub.url}/{name}/commit/{commit}"})
 

@@ -49,6 +49,16 @@ def share_arenas() -> None:
         _set(_ARENA_MAX, 1)
 
 
+def give_back() -> None:
+    """Return the pages between the blocks that are in use to the system: after its imports a process keeps those of
+    what it has compiled and read.
+
+    Does nothing where the C library has no such call.
+    """
+    if hasattr(_libc(), "malloc_trim"):
+        _libc().malloc_trim(0)
+
+
 class Malloc:
     """Keeps large blocks while the machine has free memory. For the thread that trains.
 

@@ -33,9 +33,9 @@ _EPSILON = 1e-6
 _ACCOUNTS = 4096
 """Callers whose CPU time is remembered; the one that has ordered nothing for longest is forgotten first."""
 _QUEUE_RETRY_S = 5
-_STORING = 2
+_STORING = 3
 """Threads that store the bodies of users: 100 uploads of 1 MiB at once put 2,000 calls into their queue, each of which
-waits for a disk."""
+waits for a disk. A caller has two of them: the users of one token upload while a write of one of them hangs."""
 
 
 class FairSlots:

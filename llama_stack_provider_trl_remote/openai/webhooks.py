@@ -84,8 +84,6 @@ class WebhookSender:
         self._stopping = threading.Event()
         self._troubled: set[str] = set()
         """Receivers whose last try has failed."""
-        self._rests_until: dict[str, float] = {}
-        """Times until which receivers want no try of any event. After a restart only the refused event waits."""
         self._threads = [
             threading.Thread(target=self._serve, args=(receiver,), name="trl-webhook", daemon=True)
             for receiver in receivers
@@ -106,8 +104,6 @@ class WebhookSender:
     def deliver(self, receiver: Receiver) -> Try:
         """Make the next try for a receiver, if it is due. Raises StoreError."""
         now = self._clock()
-        if now < self._rests_until.get(receiver.url, 0.0) <= now + _MOST_ASKED:
-            return Try.none_due
         found = self._store.webhooks.next(receiver.url)
         # Further away than any wait: the clock was set back.
         if found is None or now < found.not_before <= now + LONGEST_WAIT:
@@ -133,12 +129,11 @@ class WebhookSender:
         """Note a try that was not accepted.
 
         Args:
-            asked: seconds for which the receiver wants no further one.
+            asked: seconds for which the receiver wants no further one, of any event.
         """
         place, name = receiver.target.place, delivery.job_uuid
-        self._rests_until[receiver.url] = self._clock() + asked
-        if self._rests_until[receiver.url] > delivery.not_before:
-            self._store.webhooks.postpone(delivery, self._rests_until[receiver.url])
+        if asked > 0:
+            self._store.webhooks.rest(receiver.url, self._clock() + asked)
         if delivery.tries >= MOST_TRIES:
             self._store.webhooks.end(delivery, "given_up")
             log.error("webhook to %s of job %s is given up after %d tries: %s", place, name, delivery.tries, why)

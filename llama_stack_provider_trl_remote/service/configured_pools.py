@@ -1,43 +1,35 @@
-"""Makes the pools that the configuration names."""
+"""Makes the pools that the configuration names. `context` imports it where there are any."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 
 from llama_stack_provider_trl.errors import TrlError
-from llama_stack_provider_trl.jobs.decisions.placement import Node, kind_of
 
 from ..nodes.identity import versions
 from ..nodes.pools.base import AgentStart, Pool
-from ..nodes.pools.cluster_api import InClusterApi, is_in_cluster, own_namespace, server_of
+from ..nodes.pools.cluster_api import InClusterApi
 from ..nodes.pools.inventory import read_inventory
 from ..nodes.pools.kubectl import Kubectl
 from ..nodes.pools.kubernetes import ClusterApi, KubernetesPool
+from ..nodes.pools.own_pod import is_in_cluster, own_namespace, server_of
 from ..nodes.pools.pods import PodShape
-from ..nodes.pools.ray_jobs import RayJobs, sender
+from ..nodes.pools.ray_dashboard import sender
+from ..nodes.pools.ray_jobs import RayJobs
 from ..nodes.pools.ray_pool import RayPool
 from ..nodes.pools.slurm import SlurmPool
 from ..nodes.pools.ssh import NodePlan, require_asyncssh
 from ..nodes.pools.ssh_pool import SshPool
 from ..nodes.pools.wheel import wheel_of_this_installation
 from .cluster.pools import ManagedPool
-from .cluster.ray_datasets import RayDatasets, RaySource
+from .cluster.ray_datasets import RaySource
 from .pool_settings import KubernetesPoolSettings, PoolSettings, RayPoolSettings, SlurmPoolSettings, SshPoolSettings
 from .settings import ServiceSettings, SettingsError
 
 _GIB = 1 << 30
 _EQUAL = ("torch", "trl", "transformers", "peft")
 """Packages of which every node has the service's version."""
-
-
-def gpus_elsewhere(pools: Sequence[PoolSettings], nodes: Sequence[Node]) -> Sequence[str]:
-    """The pools and the other machines that have GPUs, as a sentence names them."""
-    with_gpus = [f"pool {pool.name}" for pool in pools if pool.max_nodes and pool.node.gpus]
-    others = [node for node in nodes if not node.head]
-    machines = [f"node {node.name}" for node in others if any(kind_of(one) == "cuda" for one in node.devices)]
-    return [*with_gpus, *machines]
 
 
 def managed_pool(settings: PoolSettings, service: ServiceSettings) -> ManagedPool:
@@ -73,9 +65,9 @@ def _pool(settings: PoolSettings, service: ServiceSettings) -> Pool:
             return RayPool(_ray_jobs(settings), _agent(settings), settings.python, settings.bundle())
 
 
-def ray_datasets(service: ServiceSettings) -> RayDatasets:
-    """What reads datasets on the configured Ray clusters."""
-    sources = [
+def ray_sources(service: ServiceSettings) -> list[RaySource]:
+    """The configured Ray clusters, which read datasets."""
+    return [
         RaySource(
             pool=pool.name,
             jobs=_ray_jobs(pool),
@@ -87,7 +79,6 @@ def ray_datasets(service: ServiceSettings) -> RayDatasets:
         for pool in service.pools
         if isinstance(pool, RayPoolSettings)
     ]
-    return RayDatasets(sources, service.max_rows, service.max_upload_mb << 20, service.convert_timeout)
 
 
 def _ray_jobs(settings: RayPoolSettings) -> RayJobs:

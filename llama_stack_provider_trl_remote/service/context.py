@@ -31,7 +31,7 @@ from llama_stack_provider_trl.system.offload import CostlyWork
 from llama_stack_provider_trl.system.process import usable_cpus
 
 from ..nodes.identity import host_id, versions
-from ..nodes.pools.cluster_api import account_directories
+from ..nodes.pools.own_pod import account_directories
 from .cluster.joined_nodes import JoinedNodes
 from .cluster.joins import Joins
 from .cluster.launcher import ClusterLauncher
@@ -41,10 +41,10 @@ from .cluster.models import ServedModels
 from .cluster.node_rows import NodeRows
 from .cluster.poll_order import PollOrder
 from .cluster.polls import Polls
-from .cluster.pools import Pools
+from .cluster.pools import ManagedPool, Pools
 from .cluster.presence import Presence
+from .cluster.ray_datasets import RayDatasets, RaySource
 from .cluster.uploads import UploadReceiver
-from .configured_pools import gpus_elsewhere, managed_pool, ray_datasets
 from .datasets.blobs import Blobs
 from .datasets.overviews import Overviews
 from .datasets.part_uploads import PartUploads
@@ -64,6 +64,7 @@ from .jobs.stored_jobs import StoredJobs
 from .jobs.submissions import Submissions
 from .metrics.registry import Metrics
 from .openai_settings import WEBHOOK_EVENTS
+from .pool_settings import gpus_elsewhere
 from .security.audit import AuditLog, Refusals
 from .security.tokens import CreatedTokens
 from .serving.chats import Chats
@@ -166,7 +167,9 @@ class Service:
         self.bodies = Bodies(registration)
         self.quotas = Quotas(self.store.rows, settings.max_stored_mb << 20)
         counted = CountedRows(self.blobs, self.store.rows, self.quotas)
-        self.ray_datasets = ray_datasets(settings)
+        self.ray_datasets = RayDatasets(
+            _ray_sources(settings), settings.max_rows, settings.max_upload_mb << 20, settings.convert_timeout
+        )
         maker = partial(no_new_maker, self.store.database)
         self.datasets = DatasetRegistry(settings, self.blobs, self.ray_datasets, maker, counted)
         self.row_uploads = RowUploads(self.blobs, counted, self.quotas)
@@ -197,8 +200,7 @@ class Service:
         self.nodes = JoinedNodes(
             self.store, self.node_name, self.presence, self.loads, self.polls, self.cluster, self.logs, self.wake
         )
-        managed = [managed_pool(pool, settings) for pool in settings.pools]
-        self.pools = Pools(self.store, managed, self.nodes.remove, self.wake)
+        self.pools = Pools(self.store, _managed_pools(settings), self.nodes.remove, self.wake)
         python = str(settings.train_python) if settings.train_python else None
         self.joins = Joins(
             self.store,
@@ -324,6 +326,24 @@ class Service:
         self.space.refresh()
         self.part_uploads.tend()
         self.pools.tend(self.cluster.nodes)
+
+
+def _ray_sources(settings: ServiceSettings) -> list[RaySource]:
+    if not settings.pools:
+        return []
+    from .configured_pools import ray_sources  # as below
+
+    return ray_sources(settings)
+
+
+def _managed_pools(settings: ServiceSettings) -> list[ManagedPool]:
+    """Raises SettingsError, MissingExtra: as `configured_pools.managed_pool`."""
+    if not settings.pools:
+        return []
+    # The clients of all kinds of clusters: a service without pools runs for months without their memory.
+    from .configured_pools import managed_pool
+
+    return [managed_pool(pool, settings) for pool in settings.pools]
 
 
 def _secret_files(settings: ServiceSettings) -> list[Path | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
@@ -10,7 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import ConfigDict, Field, StringConstraints, field_validator, model_validator
 
 from llama_stack_provider_trl.documented import Documented
-from llama_stack_provider_trl.jobs.decisions.placement import Node
+from llama_stack_provider_trl.jobs.decisions.placement import Node, kind_of
 from llama_stack_provider_trl.specs.exact import ExactValues, numbers_as_text
 
 _GIB = 1 << 30
@@ -329,3 +330,11 @@ class SshPoolSettings(_PoolSettings):
 PoolSettings = Annotated[
     SlurmPoolSettings | RayPoolSettings | KubernetesPoolSettings | SshPoolSettings, Field(discriminator="kind")
 ]
+
+
+def gpus_elsewhere(pools: Sequence[PoolSettings], nodes: Sequence[Node]) -> Sequence[str]:
+    """The pools and the other machines that have GPUs, as a sentence names them."""
+    with_gpus = [f"pool {pool.name}" for pool in pools if pool.max_nodes and pool.node.gpus]
+    others = [node for node in nodes if not node.head]
+    machines = [f"node {node.name}" for node in others if any(kind_of(one) == "cuda" for one in node.devices)]
+    return [*with_gpus, *machines]

@@ -21,7 +21,7 @@ from llama_stack_provider_trl.jobs.store.database import private_data_dir
 from llama_stack_provider_trl.system.console import complain, show_lines
 from llama_stack_provider_trl.system.data_dir import DataDir
 from llama_stack_provider_trl.system.logs import start_logging
-from llama_stack_provider_trl.system.malloc import share_arenas
+from llama_stack_provider_trl.system.malloc import give_back, share_arenas
 from llama_stack_provider_trl.system.offload import CallThreads
 from llama_stack_provider_trl.system.process import FileLock, hide_from_other_processes
 
@@ -80,6 +80,7 @@ async def _serve(settings: ServiceSettings, config: Path | None, listener: socke
         # time, which were 0.6 s in the flood of tests/security.
         gc.collect()
         gc.freeze()
+        give_back()
         await server.serve(sockets=[listener])
     finally:
         _, running = service.jobs.waiting_and_running()

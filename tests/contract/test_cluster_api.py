@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl_remote.nodes.pools.base import Given, PoolOrder, PoolRefusal, PoolUnavailable
-from llama_stack_provider_trl_remote.nodes.pools.cluster_api import (
-    InClusterApi,
+from llama_stack_provider_trl_remote.nodes.pools.cluster_api import InClusterApi
+from llama_stack_provider_trl_remote.nodes.pools.kubernetes import KubernetesPool
+from llama_stack_provider_trl_remote.nodes.pools.own_pod import (
     account_directories,
     is_in_cluster,
     own_namespace,
     server_of,
 )
-from llama_stack_provider_trl_remote.nodes.pools.kubernetes import KubernetesPool
 from llama_stack_provider_trl_remote.nodes.pools.pods import PodShape
 from tests.kubernetes_api import JOBS, Namespace, server
 

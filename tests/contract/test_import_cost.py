@@ -38,12 +38,13 @@ def test_both_providers_import_no_library_that_llama_stack_has_not_loaded(module
     assert mib < 30
 
 
-def test_the_service_imports_no_client_and_no_agent() -> None:
-    """aiohttp takes 9 MiB of the service's 80."""
+def test_the_service_imports_no_client_no_agent_and_no_pool() -> None:
+    """aiohttp takes 9 MiB of the service's 80. Pools are imported where the configuration has some."""
     program = f"import sys, {OURS[1]}.service.server; print(*sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     agents = {f"{OURS[1]}.{name}" for name in ("client", "nodes.agent", "nodes.start")}
-    assert {"aiohttp", "torch", "optuna", *agents} & set(done.stdout.split()) == set()
+    pools = {f"{OURS[1]}.{name}" for name in ("service.configured_pools", "nodes.pools.cluster_api", "nodes.pools.ssh")}
+    assert {"aiohttp", "torch", "optuna", "urllib.request", *agents, *pools} & set(done.stdout.split()) == set()
 
 
 def test_a_command_imports_no_models_of_requests_and_of_the_job_store() -> None:

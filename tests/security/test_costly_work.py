@@ -144,6 +144,29 @@ def test_what_reads_never_waits_for_bodies_that_are_stored() -> None:
     asyncio.run(run())
 
 
+def test_a_body_of_a_user_is_stored_while_a_write_of_another_behind_the_same_token_hangs() -> None:
+    async def run() -> None:
+        loop, may_end, work = asyncio.get_running_loop(), threading.Event(), CostlyWork()
+        loop.set_default_executor(CallThreads(4, "test"))
+
+        async def store(caller: str, user: str, function: Any) -> Any:
+            with serving(work, caller, user=user), storing():
+                return await to_its_end(function)
+
+        hanging = [asyncio.ensure_future(store("stack", "ada", lambda: may_end.wait(30)))]
+        await asyncio.sleep(0)
+        try:
+            assert await asyncio.wait_for(store("stack", "bob", lambda: 1), 10) == 1
+            hanging += [asyncio.ensure_future(store("stack", "bob", lambda: may_end.wait(30))) for _ in range(20)]
+            await asyncio.sleep(0)
+            assert await asyncio.wait_for(store("another", "", lambda: 2), 10) == 2
+        finally:
+            may_end.set()
+            await asyncio.gather(*hanging)
+
+    asyncio.run(run())
+
+
 def test_a_caller_that_hangs_up_gives_its_turn_and_its_slot_back() -> None:
     async def run() -> None:
         slots = FairSlots(1, 1)

@@ -112,14 +112,16 @@ def test_a_job_is_no_younger_than_now(world: World) -> None:
     assert world.store.get("a").scheduled_at.timestamp() <= world.wall.now
 
 
-def test_the_newest_checkpoint_is_that_of_the_last_step(world: World) -> None:
-    """A chat from the page of a job begins with it."""
+@pytest.mark.parametrize("best", [10, 9])
+def test_the_newest_checkpoints_are_those_of_the_end_and_then_that_of_the_last_step(world: World, best: int) -> None:
+    """A chat from the page of a job begins with the first one. With `best_checkpoint` those of the end have the step of
+    the best one."""
     root = world.root / "checkpoints" / "out"
     world.store.add_job(job_spec("a", checkpoint_dir=root), "digest")
     world.supervisor.tick()
     made: tuple[tuple[Literal["step", "final", "merged"], str, int], ...] = (
         *(("step", "checkpoint-9", 9), ("step", "checkpoint-10", 10)),
-        *(("final", "final", 10), ("merged", "merged", 10)),
+        *(("final", "final", best), ("merged", "merged", best)),
     )
     more: Any = {"epoch": 1, "train_loss": None, "validation_loss": None, "perplexity": None}
     for number, (kind, name, step) in enumerate(made):

@@ -16,7 +16,7 @@ import yaml
 from llama_stack_provider_trl.system.data_dir import NodeDir
 from llama_stack_provider_trl_remote.cli import main as cli
 from llama_stack_provider_trl_remote.nodes.pools.base import PoolOrder
-from llama_stack_provider_trl_remote.nodes.pools.cluster_api import ACCOUNT
+from llama_stack_provider_trl_remote.nodes.pools.own_pod import ACCOUNT
 from llama_stack_provider_trl_remote.nodes.pools.pods import SCRIPT, PodShape, job
 from llama_stack_provider_trl_remote.service.loading import load_settings
 

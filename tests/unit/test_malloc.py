@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from llama_stack_provider_trl.system import malloc
-from llama_stack_provider_trl.system.malloc import FRUGAL, Malloc, share_arenas
+from llama_stack_provider_trl.system.malloc import FRUGAL, Malloc, give_back, share_arenas
 
 GIB = 1 << 30
 
@@ -182,3 +182,35 @@ def test_the_threads_of_a_service_share_an_arena_unless_the_environment_has_a_se
         monkeypatch.delenv(name)
     share_arenas()
     assert world.knobs == {-8: 1}  # M_ARENA_MAX
+
+
+HOLES = """
+import ctypes
+from llama_stack_provider_trl.system.malloc import _libc, give_back
+libc = _libc()
+EACH, NUMBER = 20_000, 2_000
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1])
+
+blocks = [libc.malloc(EACH) for _ in range(NUMBER)]
+for block in blocks:
+    ctypes.memset(block, 1, EACH)
+for block in blocks[:-1]:  # the last one keeps the heap from becoming shorter
+    libc.free(block)
+before = resident()
+give_back()
+print(before - resident())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not hasattr(malloc._libc(), "malloc_trim"), reason="glibc only")
+def test_what_was_freed_between_blocks_that_stay_is_given_back() -> None:
+    done = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 2_000 * 20_000 * 9 // 10 // os.sysconf("SC_PAGESIZE")
+
+
+def test_a_c_library_that_gives_nothing_back_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(malloc, "_libc", object)
+    give_back()

@@ -26,8 +26,8 @@ from llama_stack_provider_trl_remote.service.cluster.node_rows import NodeRows
 from llama_stack_provider_trl_remote.service.cluster.poll_order import PollOrder
 from llama_stack_provider_trl_remote.service.cluster.polls import Polls
 from llama_stack_provider_trl_remote.service.cluster.presence import Presence
-from llama_stack_provider_trl_remote.service.configured_pools import gpus_elsewhere
 from llama_stack_provider_trl_remote.service.http.errors import Conflict, Gone, NotFound
+from llama_stack_provider_trl_remote.service.pool_settings import gpus_elsewhere
 from llama_stack_provider_trl_remote.service.routes import agents as routes_agents
 from llama_stack_provider_trl_remote.service.routes import nodes as routes_nodes
 from llama_stack_provider_trl_remote.service.security.access import Caller, Refused

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl_remote.nodes.pools.base import AgentStart, Given, PoolOrder, PoolRefusal, PoolUnavailable
-from llama_stack_provider_trl_remote.nodes.pools.ray_jobs import RayAnswer, RayJobs, sender
+from llama_stack_provider_trl_remote.nodes.pools.ray_dashboard import sender
+from llama_stack_provider_trl_remote.nodes.pools.ray_jobs import RayAnswer, RayJobs
 from llama_stack_provider_trl_remote.nodes.pools.ray_pool import RayPool
 
 ORDER = PoolOrder("abc", ("ray-abc-0", "ray-abc-1"), "trl-abc")

@@ -594,7 +594,9 @@ def test_a_database_of_the_same_version_gets_the_tables_that_it_lacks(tmp_path: 
     store.close()
     whole = columns(path)
     with closing(sqlite3.connect(path)) as old, old:
-        old.executescript("DROP TRIGGER webhook_due; DROP TABLE webhooks; DROP TABLE webhook_deliveries;")
+        old.executescript(
+            "DROP TRIGGER webhook_due; DROP TABLE webhooks; DROP TABLE webhook_deliveries; DROP TABLE webhook_rests;"
+        )
     store = Store(path)
     assert store.get("a").job_uuid == "a"
     assert store.webhooks.waiting() == 0

@@ -196,6 +196,34 @@ def test_what_a_receiver_asks_for_outlasts_the_service(world: World) -> None:
     assert world.deliver() == ["ftjob-a"]
 
 
+def test_what_a_receiver_asks_for_holds_for_all_of_its_events_after_a_restart(world: World) -> None:
+    world.asks, world.refuses = 50.0, True
+    world.end("ftjob-a", JobState.failed)
+    world.end("ftjob-b")
+    assert world.webhooks.deliver(world.receiver) is Try.undelivered
+    world.webhooks = WebhookSender(world.store, [world.receiver, world.other], world.clock, world.send)
+    world.end("ftjob-c")
+    world.clock.advance(48)
+    assert world.deliver() == []
+    world.refuses = False
+    assert world.deliver(world.other) == ["ftjob-a"]
+    world.clock.advance(1)
+    assert world.deliver() == ["ftjob-b", "ftjob-c", "ftjob-a"]
+
+
+def test_an_event_that_is_accepted_ends_what_a_receiver_has_asked_for(world: World) -> None:
+    """Else a clock that is set back would bring the time back."""
+    world.asks, world.refuses = 50.0, True
+    world.end("ftjob-a")
+    assert world.deliver() == ["ftjob-a"]
+    world.refuses = False
+    world.clock.advance(50)
+    assert world.deliver() == ["ftjob-a"]
+    world.clock.advance(-20)
+    world.end("ftjob-b")
+    assert world.deliver() == ["ftjob-b"]
+
+
 @pytest.mark.parametrize(
     ("line", "seconds"),
     [

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import html
-import re
 import ssl
 from collections.abc import Collection, Iterator, Mapping
 from datetime import UTC, datetime
@@ -22,10 +21,8 @@ _SECONDS = 30.0
 _MOST_ANSWER = 4 << 20
 """Bytes of a list of 1,000 uploads at most."""
 _ROUNDS = 20
-"""Lists of uploads that are read at most."""
+"""Lists of the uploads of a file that are read at most."""
 _EMPTY = hashlib.sha256(b"").hexdigest()
-_UPLOAD = re.compile(r"<Upload>(.*?)</Upload>", re.DOTALL)
-_KEY, _ID = re.compile(r"<Key>([^<]*)</Key>"), re.compile(r"<UploadId>([^<]*)</UploadId>")
 
 
 class _Account(NamedTuple):
@@ -47,11 +44,17 @@ def remove_unfinished(bucket: str, prefix: str, names: Collection[str], environ:
     Raises:
         OSError: there is no account, or the store does not answer, or refuses.
     """
-    count, keys = 0, {f"{prefix}{name}" for name in names}
+    return sum(_removed(environ, bucket, f"{prefix}{name}") for name in names)
+
+
+def _removed(environ: Mapping[str, str], bucket: str, key: str) -> int:
+    """Abort the uploads of one file. MinIO lists those whose key is the prefix only, others those of a longer key, too,
+    after it: the first 1,000 of a directory need not have a file of this export."""
+    count = 0
     for _ in range(_ROUNDS):
-        listed = _call(environ, "GET", bucket, "", {"uploads": "", "prefix": prefix}).decode("utf-8", "replace")
-        found = [(key, upload) for key, upload in _uploads(listed) if key in keys]
-        for key, upload in found:
+        listed = _call(environ, "GET", bucket, "", {"uploads": "", "prefix": key}).decode("utf-8", "replace")
+        found = [upload for of, upload in _uploads(listed) if of == key]
+        for upload in found:
             _call(environ, "DELETE", bucket, key, {"uploadId": upload})
         count += len(found)
         if not found:
@@ -60,11 +63,22 @@ def remove_unfinished(bucket: str, prefix: str, names: Collection[str], environ:
 
 
 def _uploads(listed: str) -> Iterator[tuple[str, str]]:
-    """Keys and numbers of the uploads in an answer."""
-    for one in _UPLOAD.finditer(listed):
-        key, upload = _KEY.search(one[1]), _ID.search(one[1])
-        if key is not None and upload is not None:
-            yield html.unescape(key[1]), html.unescape(upload[1])
+    """Keys and numbers of the uploads in an answer. It is read once from its begin to its end: a search for each end of
+    an element takes hours where a store sends begins only."""
+    for one in listed.split("<Upload>")[1:]:
+        upload = one.partition("</Upload>")[0]
+        key, number = _content(upload, "Key"), _content(upload, "UploadId")
+        if key and number:
+            yield key, number
+
+
+def _content(text: str, name: str) -> str:
+    """The text of the first element of this name; empty: there is none, or none that is text."""
+    content, end, _ = text.partition(f"<{name}>")[2].partition(f"</{name}>")
+    try:
+        return html.unescape(content) if end and "<" not in content else ""
+    except ValueError:  # a character is given by a number of thousands of digits
+        return ""
 
 
 def _call(environ: Mapping[str, str], method: str, bucket: str, key: str, query: Mapping[str, str]) -> bytes:

@@ -151,10 +151,12 @@ def _to_hub(directory: Path, files: dict[str, _File], destination: Destination, 
 
     def restored(damaged: str) -> bool:
         """Whether the main branch has what it had before, after one more commit."""
-        back: list[Any] = [CommitOperationDelete(path) for path in sorted(files.keys() - before)]
-        back += [CommitOperationCopy(path, path, src_revision=head) for path in sorted(before)]
         message = f"Restore what was here before the damaged upload {job_uuid}"
         try:
+            # No hub deletes a path that is not there.
+            surplus = listed(damaged).keys() - before - {_ATTRIBUTES}
+            back: list[Any] = [CommitOperationDelete(path) for path in sorted(surplus)]
+            back += [CommitOperationCopy(path, path, src_revision=head) for path in sorted(before)]
             commit = api.create_commit(name, back, commit_message=message, revision="main", parent_commit=damaged).oid
             there = listed(commit)
         except Exception:  # of any of the library's layers, or a JobFailure: it is reported with the damage

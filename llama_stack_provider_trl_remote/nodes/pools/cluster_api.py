@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import ssl
 import urllib.error
 import urllib.request
@@ -18,40 +17,14 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from .base import PoolRefusal, PoolUnavailable
+from .own_pod import ACCOUNT
 from .plain_http import RefusedRedirects, why_unreachable
 
-ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Where a pod has the token of its service account, the cluster's certificate, and the name of its namespace."""
 _TIMEOUT = 20.0
 _MOST_BYTES = 64 << 20
 _LONGEST = 500
 _REFUSED = frozenset({400, 403, 404, 413, 422})
 """Answers that the same Job would have again: it is invalid, or a quota, a role or the namespace does not allow it."""
-
-
-def is_in_cluster(environ: Mapping[str, str] = os.environ, account: Path = ACCOUNT) -> bool:
-    """Whether this process is in a pod with a service account, and no kubeconfig is chosen, as kubectl decides it."""
-    named = "KUBERNETES_SERVICE_HOST" in environ and "KUBECONFIG" not in environ
-    return named and (account / "token").exists()
-
-
-def own_namespace(account: Path = ACCOUNT) -> str | None:
-    """The namespace of this process's pod; None: it is in none."""
-    try:
-        return (account / "namespace").read_text().strip() or None
-    except OSError:
-        return None
-
-
-def account_directories(account: Path = ACCOUNT) -> list[Path]:
-    """Where this process's pod has a token, which trainings are not to read; none: it has none."""
-    return [account] if (account / "token").exists() else []
-
-
-def server_of(environ: Mapping[str, str] = os.environ) -> str:
-    """Address of the API of the cluster that this process runs in."""
-    host, port = environ["KUBERNETES_SERVICE_HOST"], environ.get("KUBERNETES_SERVICE_PORT", "443")
-    return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
 
 
 class InClusterApi:

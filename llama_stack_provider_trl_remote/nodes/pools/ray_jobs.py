@@ -1,25 +1,16 @@
-"""A client of Ray's Jobs REST API. Nothing here imports ray.
+"""A client of Ray's Jobs REST API; `ray_dashboard` sends its calls. Nothing here imports ray.
 
 https://docs.ray.io/en/latest/cluster/running-applications/job-submission/rest.html
 """
 
 from __future__ import annotations
 
-import http.client
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from llama_stack_provider_trl.system.texts import decoded
-
 from .base import PoolRefusal, PoolUnavailable
-from .plain_http import RefusedRedirects, why_unreachable
 
-_TIMEOUT = 30.0
-_MOST_BYTES = 4 << 20
 _NOT_FOUND = 404
 _ACTIVE = ("PENDING", "RUNNING")
 OURS = "trl: "
@@ -111,33 +102,3 @@ class RayJobs:
 def is_active(job: Mapping[str, Any]) -> bool:
     """Whether a job has not ended."""
     return job.get("status") in _ACTIVE
-
-
-def sender(address: str, token_file: Path | None) -> Send:
-    """Sends to the dashboard at an address; see `Send`.
-
-    Args:
-        token_file: with the token of the cluster (RAY_AUTH_MODE=token); read for each call.
-    """
-    opener = urllib.request.build_opener(RefusedRedirects())
-
-    def send(method: str, path: str, body: Mapping[str, Any] | None) -> RayAnswer:
-        headers = {"Content-Type": "application/json"}
-        if token_file is not None:
-            try:
-                headers["Authorization"] = f"Bearer {decoded(token_file.read_bytes()).strip()}"
-            except (OSError, ValueError) as error:
-                why = getattr(error, "strerror", None) or error
-                raise PoolUnavailable(f"auth_token_file {token_file} cannot be read: {why}") from error
-        data = None if body is None and method == "GET" else json.dumps(body or {}).encode()
-        try:
-            request = urllib.request.Request(f"{address}{path}", data, headers, method=method)
-            with opener.open(request, timeout=_TIMEOUT) as answer:
-                return RayAnswer(answer.status, answer.read(_MOST_BYTES).decode(errors="replace"))
-        except urllib.error.HTTPError as error:
-            with error:
-                return RayAnswer(error.code, error.read(_MOST_BYTES).decode(errors="replace"))
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise PoolUnavailable(f"Ray at {address} cannot be reached ({why_unreachable(error)})") from error
-
-    return send

@@ -22,21 +22,23 @@ class JobModels(NamedTuple):
     base: str
     """What it was trained from."""
     tuned: str
-    """Its result, or its newest checkpoint; empty: it has none yet."""
+    """Its result, or the first of `others`; empty: it has none yet."""
     others: tuple[str, ...]
-    """Its checkpoints, the newest first."""
+    """Its checkpoints: those of its end, then those of its steps, the newest first."""
 
 
 def models_of(job: JobRecord, checkpoints: Sequence[CheckpointRecord]) -> JobModels:
     """The models of a job.
 
     Args:
-        checkpoints: of the job, in the order in which it makes them.
+        checkpoints: of the job, by step, and of one step in the order in which it makes them.
     """
     source = job.spec.source if job.spec.adapter is None else job.spec.adapter
     made = source.made_by
     base = source.model if made is None else f"{CHECKPOINT}{made.job_uuid}/{made.checkpoint}"
-    others = tuple(f"{CHECKPOINT}{job.job_uuid}/{one.path.name}" for one in reversed(checkpoints))
+    # With `best_checkpoint` those of the end have the step of the best one, which may be any.
+    made_last = sorted(checkpoints, key=lambda one: (one.kind != "step", one.step))
+    others = tuple(f"{CHECKPOINT}{job.job_uuid}/{one.path.name}" for one in reversed(made_last))
     is_known = job.state is JobState.completed or job.spec.search is not None
     return JobModels(base, f"{RESULT}{job.job_uuid}" if is_known else next(iter(others), ""), others)
 

@@ -53,11 +53,12 @@ class Webhooks:
             dropped = int(execute("delete_other_deliveries", {}).rowcount)
             if dropped:
                 _count(execute, "given_up", dropped)
+            execute("delete_other_rests", {})
         return dropped
 
     def next(self, url: str) -> Delivery | None:
         """The delivery to an address whose time comes first; new ones come before those that were tried, in the order
-        in which the jobs ended. None: there is none."""
+        in which the jobs ended. None of them comes while the address rests. None: there is none."""
         rows = self._database.select("select_next_delivery", {"url": url})
         return Delivery(**{**dict(rows[0]), "state": JobState(rows[0]["state"])}) if rows else None
 
@@ -72,16 +73,19 @@ class Webhooks:
             begun = execute("begin_delivery", row).rowcount == 1
         return delivery._replace(tries=delivery.tries + 1, not_before=not_before) if begun else None
 
-    def postpone(self, delivery: Delivery, not_before: float) -> None:
-        """Record that the next try of a delivery that `begin` has returned comes later."""
+    def rest(self, url: str, until: float) -> None:
+        """Record that no delivery to an address comes before a time: neither one that waits nor one of a job that ends
+        meanwhile."""
         with self._database.transaction() as execute:
-            execute("postpone_delivery", {**delivery._asdict(), "not_before": not_before})
+            execute("put_rest", {"url": url, "rests_until": until})
 
     def end(self, delivery: Delivery, outcome: Literal["delivered", "given_up"]) -> None:
-        """Forget a delivery that `begin` has returned, and count it."""
+        """Forget a delivery that `begin` has returned, and count it. An address that has accepted one rests no more."""
         with self._database.transaction() as execute:
             if execute("delete_delivery", delivery._asdict()).rowcount == 1:
                 _count(execute, outcome, 1)
+            if outcome == "delivered":
+                execute("delete_rest", {"url": delivery.url})
 
     def waiting(self) -> int:
         """The deliveries that have not been made."""

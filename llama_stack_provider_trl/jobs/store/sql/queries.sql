@@ -944,18 +944,28 @@ INSERT INTO webhooks (url, state) VALUES (:url, :state);
 DELETE FROM webhook_deliveries WHERE url NOT IN (SELECT url FROM webhooks);
 
 -- name: select_next_delivery
-SELECT * FROM webhook_deliveries WHERE url = :url ORDER BY not_before, ended_at LIMIT 1;
+SELECT url, job_uuid, state, ended_at, tries,
+       max(not_before, coalesce((SELECT rests_until FROM webhook_rests WHERE url = :url), 0)) AS not_before
+FROM webhook_deliveries WHERE url = :url ORDER BY webhook_deliveries.not_before, ended_at LIMIT 1;
 
 -- name: count_deliveries
 SELECT count(*) AS waiting FROM webhook_deliveries;
 
 -- name: begin_delivery
--- This and the next two name the number of tries that they assume.
+-- This and the next one name the number of tries that they assume.
 UPDATE webhook_deliveries SET tries = tries + 1, not_before = :not_before
 WHERE url = :url AND job_uuid = :job_uuid AND tries = :tries;
 
--- name: postpone_delivery
-UPDATE webhook_deliveries SET not_before = :not_before WHERE url = :url AND job_uuid = :job_uuid AND tries = :tries;
-
 -- name: delete_delivery
 DELETE FROM webhook_deliveries WHERE url = :url AND job_uuid = :job_uuid AND tries = :tries;
+
+-- name: put_rest
+INSERT INTO webhook_rests (url, rests_until) VALUES (:url, :rests_until)
+ON CONFLICT (url) DO UPDATE SET rests_until = excluded.rests_until;
+
+-- name: delete_rest
+DELETE FROM webhook_rests WHERE url = :url;
+
+-- name: delete_other_rests
+-- Of addresses that are configured no longer.
+DELETE FROM webhook_rests WHERE url NOT IN (SELECT url FROM webhooks);

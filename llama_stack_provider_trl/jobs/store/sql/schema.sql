@@ -298,6 +298,12 @@ CREATE TABLE IF NOT EXISTS webhook_deliveries (
 
 CREATE INDEX IF NOT EXISTS webhook_deliveries_by_time ON webhook_deliveries (url, not_before, ended_at);
 
+-- Addresses that have asked for time: no delivery to them, new ones included, comes before.
+CREATE TABLE IF NOT EXISTS webhook_rests (
+    url TEXT PRIMARY KEY,
+    rests_until REAL NOT NULL
+) STRICT, WITHOUT ROWID;
+
 CREATE TRIGGER IF NOT EXISTS webhook_due AFTER UPDATE OF state ON jobs
 WHEN NEW.state IN ('completed', 'failed', 'cancelled') AND OLD.state NOT IN ('completed', 'failed', 'cancelled')
      AND CASE WHEN json_valid(NEW.spec) THEN json_extract(NEW.spec, '$.metadata.openai') IS NOT NULL ELSE 0 END
