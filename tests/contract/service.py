@@ -29,6 +29,8 @@ class TrainingService(Server):
 
     called = "the service"
     python = sys.executable
+    module = "llama_stack_provider_trl_remote.service"
+    """What Python runs. A fork runs this one only."""
     forks = True
     """Whether its warm processes are forked from one that all servers of this test process share (tests/forked.py)."""
     is_forked = True
@@ -80,7 +82,7 @@ class TrainingService(Server):
             **(forked.environment() if self.forks else {}),
             **environ,
         }
-        main = [*(["-m", "tests.forked"] if self.forks else ["-m"]), "llama_stack_provider_trl_remote.service"]
+        main = [*(["-m", "tests.forked"] if self.forks else ["-m"]), self.module]
         command = [self.python, *main, *arguments]
         left_behind.watch(self.root)
         with open(log, "wb") as output:

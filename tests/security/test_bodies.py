@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -161,6 +162,20 @@ def test_a_body_that_is_not_small_is_parsed_while_others_are_answered(monkeypatc
     assert asyncio.run(run())
 
 
+def test_rows_of_a_large_body_are_read_while_others_are_answered(tmp_path: Path) -> None:
+    body = tmp_path / "body"
+    os.mkfifo(body)
+    text = json.dumps({"dataset_id": "a", "source": {"type": "rows", "rows": [{"prompt": "a"}]}})
+
+    async def run() -> int:
+        parsed = asyncio.ensure_future(Registration(tmp_path, 1000, 30.0, Space(0)).parse(body))
+        with await asyncio.to_thread(body.open, "w") as rows:  # the reader has begun then
+            rows.write(text)  # by the event loop, which would be held if it waited for the reader
+        return (await parsed)[1].num_rows
+
+    assert asyncio.run(run()) == 1
+
+
 def test_a_body_for_which_the_disk_has_no_space_is_not_spooled(tmp_path: Path) -> None:
     async def run() -> None:
         rows = Registration(tmp_path, 1000, 10.0, Space(1 << 60))
@@ -197,18 +212,23 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingServic
 
 
 class Watch:
-    """The largest memory of a service while a block runs, and that it answers every call of /v1/health meanwhile."""
+    """The largest memory of a service while a block runs, and that it answers every call of /v1/health meanwhile and
+    behind it."""
 
     def __init__(self, service: TrainingService) -> None:
         self._service = service
         self._over = threading.Event()
         self.before = self.mib = service.rss_mib()
         self.answers: list[int] = []
+        self.meanwhile = 0
+        """Answers that came before the block ended."""
 
     def run(self) -> None:
-        while not self._over.wait(0.05):
+        while True:
             self.answers.append(requests.get(f"{self._service.url}/v1/health", timeout=60).status_code)
             self.mib = max(self.mib, self._service.rss_mib())
+            if self._over.wait(0.05):
+                return
 
     @contextmanager
     def watching(self) -> Iterator[Watch]:
@@ -217,9 +237,11 @@ class Watch:
         try:
             yield self
         finally:
+            self.meanwhile = len(self.answers)
             self._over.set()
             thread.join()
-        assert set(self.answers) <= {200}
+        self.answers.append(requests.get(f"{self._service.url}/v1/health", timeout=60).status_code)
+        assert set(self.answers) == {200}
 
 
 def at_once(number: int, call: Callable[[], requests.Response]) -> list[requests.Response]:
@@ -241,6 +263,7 @@ def test_many_large_bodies_cost_little_memory(service: TrainingService) -> None:
         answers = at_once(4, lambda: post(service, "/datasets", LISTS))
     assert {answer.status_code for answer in answers} <= {400, 413, 503}, [answer.text for answer in answers]
     assert seen.mib - seen.before < 100
+    assert seen.meanwhile > 1, "others were answered when the bodies were"
 
 
 @pytest.mark.contract
@@ -364,6 +387,7 @@ def test_many_streams_of_a_job_are_cheap_and_all_get_every_event(service: Traini
     assert {text.count(b"id: ") for text in texts} == {texts[0].count(b"id: ")}
     assert texts[0].count(b'"type":"progress"') == 20
     assert seen.mib - before < 60
+    assert seen.meanwhile > 1, "others were answered when the streams had ended"
 
 
 def whole(one: socket.socket) -> bytes:

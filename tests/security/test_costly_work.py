@@ -41,6 +41,7 @@ from tests.contract.service import JOBS, TrainingService, running
 from tests.contract.stack import Json
 from tests.fake_service import fake_service
 from tests.process.waiting import until
+from tests.security import held_calls
 from tests.security.guarded import TOKENS, Guarded
 from tests.tiny import REPOSITORY
 
@@ -429,6 +430,11 @@ class _Watched:
         self._end.set()
         self._thread.join()
 
+    def answers_again(self) -> bool:
+        """Wait until a call that is made from now on is answered."""
+        count = len(self.answers)
+        return until(lambda: len(self.answers) > count + 1)  # the first one may have been made before
+
     def _run(self) -> None:
         while not self._end.is_set():
             self.answers.append(self._call().status_code)
@@ -456,6 +462,13 @@ def test_the_remote_provider_names_the_user_that_llama_stack_has_authenticated_a
     assert service.users == ["", "", hashlib.sha256(b"alice").hexdigest()]
 
 
+class HeldService(Guarded):
+    """A service in which a test can hold what requests order."""
+
+    module = held_calls.__name__
+    is_forked = forks = False
+
+
 @pytest.mark.contract
 def test_costly_patterns_of_one_token_hold_up_neither_another_token_nor_a_node(tmp_path: Path) -> None:
     tokens = [
@@ -463,7 +476,7 @@ def test_costly_patterns_of_one_token_hold_up_neither_another_token_nor_a_node(t
         {"token": OTHER, "role": "submit", "name": "other"},
         {"token": TOKENS["node"], "role": "node", "name": "joining"},
     ]
-    with running(Guarded(tmp_path, tokens=tokens, check_cpu_seconds=2.0)) as service:
+    with running(HeldService(tmp_path, tokens=tokens, check_cpu_seconds=2.0)) as service:
         service.register("questions", QUESTIONS)
         service.join("mine")
         root = f"{service.url}/v1"
@@ -481,10 +494,18 @@ def test_costly_patterns_of_one_token_hold_up_neither_another_token_nor_a_node(t
             _Watched(lambda: sent(OTHER, "GET", JOBS)) as lists,
             _Watched(lambda: sent(service.credentials["mine"], "POST", "/nodes/mine/poll", poll)) as polls,
         ):
+            service.arm(held_calls.POINT, "hold")
             attacks = [threads.submit(attack, number) for number in range(ATTACKS)]
-            until(lambda: any(one.done() for one in attacks))
-            answer = sent(OTHER, "POST", "/post-training/evaluate", _evaluation(ATTACKS, "[0-9]+"))
-            assert answer.status_code == 400, answer.text  # for its last pattern: no job is stored
+            try:
+                service.wait_taken(held_calls.POINT)
+                until(lambda: any(one.done() for one in attacks))
+                answer = sent(OTHER, "POST", "/post-training/evaluate", _evaluation(ATTACKS, "[0-9]+"))
+                assert answer.status_code == 400, answer.text  # for its last pattern: no job is stored
+                assert lists.answers_again()
+                assert polls.answers_again()
+                assert not all(one.done() for one in attacks), "they were answered when the attacks were over"
+            finally:
+                service.go(held_calls.POINT)
             answers = [one.result() for one in attacks]
         assert set(lists.answers) == set(polls.answers) == {200}
         statuses = Counter(one.status_code for one in answers)

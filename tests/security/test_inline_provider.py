@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ import pytest
 import requests
 
 from tests.contract.payloads import PAIRS, QUESTIONS, promised, sft
-from tests.contract.stack import DPO, SFT, LlamaStack, serving
+from tests.contract.stack import DPO, SFT, LlamaStack, poll, serving
+from tests.security import held_calls
 from tests.security.bad_names import BAD
 from tests.security.harmful_text import HARMFUL
 
@@ -27,9 +27,15 @@ OURS = (
 """Names of our own files and directories in a data directory."""
 
 
+class Holding(LlamaStack):
+    """A Llama Stack in which a test can hold what requests order."""
+
+    programs = (*LlamaStack.programs, Path(held_calls.__file__))
+
+
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaStack]:
-    with serving(LlamaStack(tmp_path_factory.mktemp("tricked"))) as stack:
+    with serving(Holding(tmp_path_factory.mktemp("tricked"))) as stack:
         stack.register("tricks-questions", QUESTIONS)
         stack.register("tricks-pairs", PAIRS)
         yield stack
@@ -55,23 +61,25 @@ def _tracebacks_of_ours(log: Path) -> list[str]:
     return [text[:6000] for text in ours if not any(word in text for word in meant)]
 
 
-@contextmanager
-def healthy(stack: LlamaStack) -> Iterator[None]:
-    """Fails the block where a health check was not answered meanwhile, or is not behind it."""
-    answers, ends = list[int](), threading.Event()
+def answers_others(stack: LlamaStack) -> None:
+    assert stack.get("/health").status_code == 200
+    assert stack.get("/post-training/jobs").status_code == 200
 
-    def watch() -> None:
-        while not ends.wait(0.1):
-            answers.append(requests.get(f"{stack.url}/v1/health", timeout=60).status_code)
 
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield
-    finally:
-        ends.set()
-        thread.join(60)
-    assert {*answers, requests.get(f"{stack.url}/v1/health", timeout=60).status_code} == {200}
+def submitted(stack: LlamaStack, path: str, body: Any) -> requests.Response:
+    """The answer to a job of which a part is costly to check: others are answered while that part is held."""
+    stack.arm(held_calls.POINT, "hold")
+    with ThreadPoolExecutor(1) as threads:
+        try:
+            costly = threads.submit(requests.post, f"{stack.url}/v1{path}", json=body, timeout=120)
+            poll(lambda: stack.taken(held_calls.POINT) or costly.done(), "the costly part begins", timeout=60)
+            answers_others(stack)
+            assert not costly.done(), f"nothing of it was held: {costly.result().text[:500]}"
+        finally:
+            stack.go(held_calls.POINT)
+        answer = costly.result()
+    answers_others(stack)
+    return answer
 
 
 def sentence(answer: requests.Response) -> str:
@@ -108,14 +116,14 @@ def _with(body: dict[str, Any], path: str, value: str) -> dict[str, Any]:
 
 def test_names_that_are_not_printed_are_refused_by_name(stack: LlamaStack) -> None:
     wrong = []
-    with healthy(stack):
-        for path in FIELDS:
-            for kind, value in BAD.items():
-                answer = stack.post(SFT, _with(sft("tricked", "tricks-questions"), path, value))
-                name = path.removesuffix(".KEY").rpartition(".")[2]
-                if not 400 <= answer.status_code < 500 or name not in answer.text or HARMFUL.search(answer.text):
-                    wrong.append(f"{path}, {kind}: {answer.status_code} {answer.text[:300]}")
+    for path in FIELDS:
+        for kind, value in BAD.items():
+            answer = stack.post(SFT, _with(sft("tricked", "tricks-questions"), path, value))
+            name = path.removesuffix(".KEY").rpartition(".")[2]
+            if not 400 <= answer.status_code < 500 or name not in answer.text or HARMFUL.search(answer.text):
+                wrong.append(f"{path}, {kind}: {answer.status_code} {answer.text[:300]}")
     assert not wrong, "\n".join(wrong)
+    answers_others(stack)
 
 
 def test_options_that_are_not_printed_are_refused_by_name(stack: LlamaStack) -> None:
@@ -159,17 +167,16 @@ TOO_DEEP_FOR_LLAMA_STACK = ("deep lists", "deep objects")
 
 @pytest.mark.parametrize("name", HEADERS)
 def test_options_of_any_form_are_one_sentence(stack: LlamaStack, name: str) -> None:
-    with healthy(stack):
-        answer = requests.post(
-            f"{stack.url}/v1{SFT}",
-            json=sft(f"options-{name.replace(' ', '-')}", "tricks-questions"),
-            headers={"X-LlamaStack-Provider-Data": HEADERS[name]},
-            timeout=60,
-        )
+    answer = requests.post(
+        f"{stack.url}/v1{SFT}",
+        json=sft(f"options-{name.replace(' ', '-')}", "tricks-questions"),
+        headers={"X-LlamaStack-Provider-Data": HEADERS[name]},
+        timeout=60,
+    )
+    answers_others(stack)
     if answer.status_code == 500:
         # Llama Stack reads the header itself, and has no sentence for what is deeper than Python's stack.
         assert name in TOO_DEEP_FOR_LLAMA_STACK
-        assert stack.get("/post-training/jobs").status_code == 200
         return
     sentence(answer)
     assert not HARMFUL.search(answer.text)
@@ -234,8 +241,7 @@ def test_rows_of_any_form_are_taken_or_refused_while_others_are_answered(stack: 
     )
     if answer.status_code >= 400:
         return  # Llama Stack itself refuses them
-    with healthy(stack):
-        found = requests.post(f"{stack.url}/v1{SFT}", json=sft(dataset_id, dataset_id), timeout=120)
+    found = submitted(stack, SFT, sft(dataset_id, dataset_id))
     if found.status_code == 200:
         stack.post(f"/post-training/job/cancel?job_uuid={dataset_id}", {"job_uuid": dataset_id})
     else:
@@ -246,13 +252,12 @@ PATTERNS = ("(a+)+$", "(?R)?", "(a|a?)+b", "x" * 4000 + "(", "(?:a{1,99}){1,99}"
 
 
 @pytest.mark.parametrize("number", range(len(PATTERNS)))
-def test_costly_patterns_of_rewards_leave_the_server_alive(stack: LlamaStack, number: int) -> None:
+def test_others_are_answered_while_costly_patterns_of_rewards_are_checked(stack: LlamaStack, number: int) -> None:
     stack.register("tricks-answers", [{"prompt": "a", "answer": "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaa!"}])
     rewards = [{"check": {"type": "regex", "pattern": PATTERNS[number]}}]
     name = f"pattern-{number}"
     body = {**promised(name, "tricks-answers"), "algorithm_config": {"type": "grpo", "rewards": rewards}}
-    with healthy(stack):
-        answer = requests.post(f"{stack.url}/v1{DPO}", json=body, timeout=120)
+    answer = submitted(stack, DPO, body)
     if answer.status_code == 200:
         stack.post(f"/post-training/job/cancel?job_uuid={name}", {"job_uuid": name})
     else:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any
-from unittest.mock import patch
 
 import pytest
 import requests
@@ -22,7 +19,6 @@ from tests.security.guarded import KNOWN, NODE, TOKENS, Guarded, documented_role
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(180)]
 
-SERVICE = "llama_stack_provider_trl_remote.service"
 MOST = 60
 """Connections of the service at a time."""
 SLOW = 200
@@ -32,16 +28,8 @@ HTTP_METHODS = ("get", "head", "put", "post", "delete")
 class Hurried(Guarded):
     """A service with short deadlines: `tests.security.hurried`."""
 
+    module = "tests.security.hurried"
     is_forked = forks = False
-
-    def spawn(self, *arguments: Any, **environ: str) -> subprocess.Popen[bytes]:
-        def begin(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-            hurried = ["tests.security.hurried" if word == SERVICE else word for word in command]
-            return start(hurried, **options)
-
-        start = subprocess.Popen
-        with patch.object(subprocess, "Popen", begin):
-            return super().spawn(*arguments, **environ)
 
 
 @pytest.fixture(scope="module")

@@ -138,12 +138,12 @@ def test_a_handshake_that_comes_byte_by_byte_ends_at_its_deadline(files: tuple[P
     async def test(peer: Peer) -> None:
         reader, writer = await peer.connect()
         read = asyncio.ensure_future(reader.read(1))
-        for byte in hello:
+        for byte in hello[:100]:  # of 251; the deadline has time for six
             writer.write(bytes([byte]))
             done, _ = await asyncio.wait({read}, timeout=0.05)
             if done:
                 break
-        assert read.done(), "the handshake still waits after its last byte"
+        assert read.done(), "the handshake still waits after 100 bytes"
         writer.close()
 
     with_tls(files, test)

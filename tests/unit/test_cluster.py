@@ -1157,6 +1157,20 @@ def test_all_attempts_of_a_job_on_auto_have_the_kind_of_device_of_the_first(tmp_
     store.close()
 
 
+def test_events_of_an_attempt_that_was_replaced_are_refused(pair: World) -> None:
+    pair.join("d")
+    events = RunDir(pair.job().run_dir or Path()).events
+    size = events.stat().st_size
+    pair.pass_time(SILENCE + 2, "c", "d")
+    pair.gone("c")
+    pair.pass_time(8, "c", "d")
+    assert pair.job().attempt == 2
+    written = events.read_bytes()
+    with pytest.raises(Gone):
+        pair.uploads.add_events("a-1", "b", size, STEP.model_dump_json().encode() + b"\n")
+    assert events.read_bytes() == written
+
+
 def test_a_checkpoint_of_an_attempt_that_was_replaced_never_becomes_visible(pair: World) -> None:
     staged = pair.root / "checkpoints" / "out" / "a" / "checkpoint-2.1.tmp" / "files"
     staged.mkdir(parents=True)
