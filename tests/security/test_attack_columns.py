@@ -160,9 +160,9 @@ def test_no_request_names_a_file_of_ours(service: Guarded, raw: Raw) -> None:
     assert {"jobs.sqlite3", "sessions.json", "audit", "logs/service.log"} <= set(files)
     holes, number = [], 0
     for turn, (call, path, leaf) in enumerate(directories(document)):
-        for own in files:
+        for at, own in enumerate(files):
             directory, _, name = own.rpartition("/")
-            for given in in_turn(turn + number, directory or ".", f"../{directory}", str(service.data_dir / directory)):
+            for given in in_turn(turn + at, directory or ".", f"../{directory}", str(service.data_dir / directory)):
                 number += 1
                 body = {**new_body(call, number), "job_uuid": name}
                 answer = send(raw, call, path, with_text(body, leaf, given))
@@ -188,12 +188,12 @@ def test_no_route_serves_a_file_of_ours_under_any_of_its_parameters(service: Gua
     files = own_paths(service.data_dir)
     first = {own: (service.data_dir / own).read_bytes()[:64] for own in files if (service.data_dir / own).is_file()}
     holes, tried = [], 0
-    for path, operations in service.document()["paths"].items():
+    for turn, (path, operations) in enumerate(service.document()["paths"].items()):
         for parameter in re.findall(r"{(\w+)}", path):
             if "get" not in operations or not path.startswith("/v1/"):
                 continue
-            for own, content in first.items():
-                for given in in_turn(tried, own, f"../../../../{own}", str(service.data_dir / own)):
+            for at, (own, content) in enumerate(first.items()):
+                for given in in_turn(turn + at, own, f"../../../../{own}", str(service.data_dir / own)):
                     tried += 1
                     target = path.format(**{**KNOWN, "job_uuid": "ended", parameter: quote(given, safe="")})
                     answer = raw.send("GET", target, TOKENS["admin"], None)
