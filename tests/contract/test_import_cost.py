@@ -44,7 +44,7 @@ def test_the_service_imports_no_client_no_agent_and_no_pool() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     agents = {f"{OURS[1]}.{name}" for name in ("client", "nodes.agent", "nodes.start")}
     pools = {f"{OURS[1]}.{name}" for name in ("service.configured_pools", "nodes.pools.cluster_api", "nodes.pools.ssh")}
-    assert {"aiohttp", "torch", "optuna", "urllib.request", *agents, *pools} & set(done.stdout.split()) == set()
+    assert {"aiohttp", "torch", "optuna", *agents, *pools} & set(done.stdout.split()) == set()
 
 
 def test_a_command_imports_no_models_of_requests_and_of_the_job_store() -> None:
