@@ -121,9 +121,11 @@ def test_the_palette_and_keys_lead_to_jobs_and_pages(window: Window) -> None:
     assert window.faults() == []
     page.keyboard.press("Enter")
     page.wait_for_selector("h1:has-text('lr-search-3')")
+    page.wait_for_selector(".jump")  # its script has been read, and takes keys
     page.keyboard.press("g")
     page.keyboard.press("j")
     page.wait_for_selector("h1:has-text('Jobs')")
+    page.wait_for_selector(".jump")
     page.keyboard.press("j")
     page.keyboard.press("j")
     page.keyboard.press("x")
