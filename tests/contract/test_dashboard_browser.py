@@ -192,8 +192,10 @@ def test_a_file_is_uploaded_and_its_rows_are_read_searched_trained_and_deleted(
     wrong.write_text("no row\n")
     window.login("submit")
     window.page.click("nav >> text=Datasets")
-    window.page.set_input_files("#upload input", [str(file), str(wrong)])
-    window.page.wait_for_selector("#uploads .wrong", timeout=30_000)
+    window.page.wait_for_selector("#upload")  # its script has been read, and shows it
+    with window.page.expect_event("console", lambda message: message.type == "error"):
+        window.page.set_input_files("#upload input", [str(file), str(wrong)])
+        window.page.wait_for_selector("#uploads .wrong", timeout=30_000)
     assert "not JSON" in window.page.inner_text("#uploads .wrong")
     assert "colours: 3 rows" in window.page.inner_text("#uploads li >> nth=0")
     assert window.refused, "a browser reports the answer of 400"
