@@ -8,6 +8,7 @@ has is refused by name.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -90,9 +91,9 @@ class WorkRequest(_Kind):
     if TYPE_CHECKING:  # each kind has the field, behind its own and with a text of its own
         checkpoint_dir: str | None
 
+    @abstractmethod
     def reads(self) -> Reads:
         """What the job reads. Raises InvalidRequest: it is not said, or contradicts itself."""
-        raise NotImplementedError
 
     def named(self) -> list[tuple[str, str]]:
         """The fields that name models beside the job's own, or several in its place, with their values.
@@ -110,6 +111,7 @@ class WorkRequest(_Kind):
         """
         return None
 
+    @abstractmethod
     def work(self, found: Sequence[Base] = ()) -> Work:
         """What the job does.
 
@@ -119,7 +121,6 @@ class WorkRequest(_Kind):
         Raises:
             InvalidRequest: a field is missing or would be ignored, or a value is not supported.
         """
-        raise NotImplementedError
 
     def conditions(self) -> Sequence[PromotionCondition]:
         """What evaluations must have found before the job writes anything."""
