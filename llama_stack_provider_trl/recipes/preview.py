@@ -32,6 +32,7 @@ from .data.forms import split_thought
 from .data.images import Images
 from .data.inferred import ComparedTurn, Inference
 from .data.lengths import histogram
+from .data.near_duplicates import RowSequences
 from .data.packing import best_fit
 from .data.prepare import TruncationCounter, read_examples
 from .data.prompts import encode_prompts
@@ -169,12 +170,14 @@ def examined(spec: JobSpec, request: PreviewSpec, alive: Callable[[], object], *
     shown: list[PreviewedRow] = []
     lengths: list[int] = []
     kept: list[int] = []
+    sequences = RowSequences()
     texts, compared = TokenTexts(tokenizer), _Compared()
     left = _SHOWN_TOKENS
     limits = (None, None) if every_row else (_MOST_ROWS, _MOST_TOKENS)
     reader = RowReader(spec, chat, taught, counter, inference)
     for number, examples in enumerate(reader.read(request.first_row, *limits)):
         alive()
+        sequences.count(part.ids for one in examples if not one.dropped for part in one.parts)
         for example, one in enumerate(examples):
             name, row = _row_of(spec, request.first_row + number)
             place = _Place(row, example, len(examples), name if spec.data.mixed_with else "")
@@ -193,7 +196,7 @@ def examined(spec: JobSpec, request: PreviewSpec, alive: Callable[[], object], *
         raise JobFailure(Reason.invalid_dataset, counter.nothing_left(unit, chat))
     lost = _lost_by_reward_models(spec, request.first_row, counter.rows, alive)
     name, row = _row_of(spec, request.first_row + counter.largest_id_row)
-    repeated = _duplicates(spec, counter, every_row)
+    repeated = _duplicates(spec, counter, sequences, every_row)
     try:
         where = f"row {row} of the dataset {name!r}"
         check_embedded([counter.largest_id], vocabulary_size(spec.source), tokenizer, where)
@@ -223,15 +226,18 @@ def _num_rows(spec: JobSpec) -> int:
     return sum(one.dataset.num_rows for one in spec.data.mixed)
 
 
-def _duplicates(spec: JobSpec, counter: TruncationCounter, every_row: bool) -> list[str]:
-    """As `duplicates`, of the training rows where all of them were read."""
+def _duplicates(spec: JobSpec, counter: TruncationCounter, sequences: RowSequences, every_row: bool) -> list[str]:
+    """As `duplicates`, of the training rows where all of them were read, and a sentence on those that nearly repeat
+    others, which no job refuses."""
     if counter.rows < _num_rows(spec):
         return []
     datasets = [(one.dataset.dataset_id, one.dataset.num_rows) for one in spec.data.mixed]
     has_shares = any(one.share.rows or one.share.weight is not None for one in spec.data.mixed)
     takes_all = spec.train.max_steps_per_epoch is None and not has_shares
+    counted = CountedExamples(counter.digests, counter.kept, datasets, takes_all)
     try:
-        return duplicates(spec.data.duplicates, CountedExamples(counter.digests, counter.kept, datasets, takes_all))
+        repeated = duplicates(spec.data.duplicates, counted)
+        return [*repeated, *(sequences.near_repeats().warnings(counted.place) if spec.data.duplicates else ())]
     except JobFailure as error:
         if every_row:
             raise

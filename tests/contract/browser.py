@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -26,6 +26,11 @@ _ARGUMENTS = (
     "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
 )
 _SERIOUS = ("serious", "critical")
+_ACTIONS = {
+    "page": ("click", "check", "fill", "focus", "press", "select_option", "set_input_files"),
+    "keyboard": ("press", "type"),
+    "mouse": ("down", "move"),
+}
 
 
 @contextmanager
@@ -84,6 +89,20 @@ class Window:
         self.page.on("console", self._note)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("dialog", self._answer)
+        for part, names in _ACTIONS.items():
+            owner = self.page if part == "page" else getattr(self.page, part)
+            for name in names:
+                setattr(owner, name, self._when_loaded(getattr(owner, name)))
+
+    def _when_loaded(self, action: Callable[..., Any]) -> Callable[..., Any]:
+        """What a person would do on a page that is there. Playwright clicks as soon as an element has been parsed,
+        before the scripts of the page have been read: then a link leads away that a script would have answered."""
+
+        def act(*args: Any, **options: Any) -> Any:
+            self.page.wait_for_load_state("load")
+            return action(*args, **options)
+
+        return act
 
     def _count(self, request: Any) -> None:
         if not request.url.startswith(self.service.url):

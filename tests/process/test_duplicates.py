@@ -13,6 +13,7 @@ import pytest
 from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes.build import load_data
 from llama_stack_provider_trl.recipes.data.duplicates import MOST, CountedExamples, ExampleDigests, bits_for, duplicates
+from llama_stack_provider_trl.recipes.data.near_duplicates import NearRepeats, RowSequences
 from llama_stack_provider_trl.recipes.data.prepare import tokenize_dpo, tokenize_kto, tokenize_prompts, tokenize_sft
 from llama_stack_provider_trl.recipes.evaluation.evaluate import evaluate
 from llama_stack_provider_trl.recipes.preview import examined
@@ -222,3 +223,63 @@ def test_a_preview_counts_where_it_reads_all_rows(tmp_path: Path) -> None:
 def test_an_evaluation_has_no_warning_of_its_own_rows(tmp_path: Path) -> None:
     found = evaluate(job_spec(tmp_path, tiny_model(), rows=REPEATED, validation_rows=REPEATED))
     assert not [warning for warning in found["warnings"] if "examples" in warning]
+
+
+# --- rows that are nearly equal ---------------------------------------------------------------------------------------
+
+
+def text(seed: int, tokens: int = 100) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(50_000) for _ in range(tokens)]
+
+
+def near(rows: list[list[int]], most_rows: int = 1000, most_hashes: int = 100_000) -> NearRepeats:
+    sequences = RowSequences(most_rows, most_hashes)
+    for row in rows:
+        sequences.count([row[:20], row[20:]])
+    return sequences.near_repeats()
+
+
+def changed(row: list[int], *places: int) -> list[int]:
+    return [60_000 if place in places else token for place, token in enumerate(row)]
+
+
+def test_rows_that_differ_in_few_tokens_are_found_and_equal_and_other_ones_are_not() -> None:
+    rows = [text(seed) for seed in range(30)]
+    assert near(rows) == (0, 30, None)
+    assert near([*rows, rows[4], rows[5]]) == (0, 32, None), "equal rows have a count of their own"
+    assert near([*rows, changed(rows[4], 50), changed(rows[3], 3), changed(rows[3], 4)]) == (3, 33, (4, 30))
+    assert near([*rows, changed(rows[4], 30, 40, 50, 60, 70, 80)]) == (0, 31, None), "half of it is the same"
+    assert near([rows[4][:13], changed(rows[4][:13], 12)]) == (0, 2, None), "too short"
+    assert near([]) == (0, 0, None)
+    assert near([[]] * 3) == (0, 3, None)
+
+
+def test_what_many_rows_begin_with_makes_none_of_them_alike() -> None:
+    prompt = text(0, 500)
+    rows = [[*prompt, *text(seed, 40)] for seed in range(1, 101)]
+    assert near(rows).found == 0
+    assert near([*rows, changed(rows[7], 539)]).pair == (7, 100)
+
+
+def test_a_sample_of_large_files_finds_them_too() -> None:
+    rows = [text(seed, 400) for seed in range(200)]
+    found = near([*rows, *(changed(row, 30, 300) for row in rows[:50])], most_hashes=20_000)
+    assert found == (50, 250, (0, 200))
+    assert near([*rows, changed(rows[0], 30)], most_rows=200) == (0, 200, None), "rows behind are not looked at"
+
+
+def test_a_preview_names_a_row_that_nearly_repeats_another(tmp_path: Path) -> None:
+    long = {"prompt": " ".join(f"What is {number} plus {number}?" for number in range(20)), "completion": "It is blue."}
+    rows = [*SFT_ROWS, long, {**long, "completion": "It is grey."}]
+
+    def warned(spec: JobSpec) -> list[str]:
+        shown = examined(spec, PreviewSpec(rows=1, first_row=0), lambda: None)
+        return [warning for warning in shown.warnings if "nearly" in warning]
+
+    number = len(SFT_ROWS)
+    assert warned(job_spec(tmp_path, tiny_model(), rows=rows, max_seq_length=512)) == [
+        f"1 of {number + 2} rows nearly repeat an earlier one (row {number + 1} nearly repeats row {number}): 80% or "
+        "more of what is in one of both is in the other, too"
+    ]
+    assert not warned(job_spec(tmp_path, tiny_model(), rows=SFT_ROWS))

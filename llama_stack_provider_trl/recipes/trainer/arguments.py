@@ -146,8 +146,9 @@ def _trainer_arguments(spec: JobSpec, device: torch.device) -> dict[str, Any]:
         "eval_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-        # The last blocks of many vision parts are unused. Trainer looks for such only without activation checkpointing.
-        "ddp_find_unused_parameters": spec.data.has_images or None,
+        # The last blocks of many vision parts are unused. Without the search DDP orders its buckets anew after the
+        # first step of an attempt: from three ranks on, a resumed job would add in another order.
+        "ddp_find_unused_parameters": True,
         "ddp_timeout": int(COLLECTIVE_TIMEOUT.total_seconds()),
         **sharding,
         "accelerator_config": {"non_blocking": device.type == "cuda", **sharding.get("accelerator_config", {})},
