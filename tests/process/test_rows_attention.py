@@ -187,7 +187,7 @@ def test_rows_of_one_length_that_follow_each_other_are_one_call(monkeypatch: pyt
         if is_joined:  # the last row shares 3 tokens
             assert shapes == [(4, 45, 45), (2, 9, 9), (1, 9, 9), (1, 9, 3)]
     for one, other in zip(*found, strict=True):
-        assert one.equal(other)
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6)  # in each bit on one thread only
 
 
 @pytest.mark.parametrize(
