@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from .requests.settings import JobSettings
+from .specs.exact import AbsolutePath
 
 DEFAULT_DATA_DIR = "~/.llama/trl"
 
@@ -15,12 +16,12 @@ DEFAULT_DATA_DIR = "~/.llama/trl"
 class EngineSettings(JobSettings):
     """Settings of the job engine, which both providers have: those of jobs, and those of the machine."""
 
-    model_roots: tuple[Path, ...] = ()
+    model_roots: tuple[AbsolutePath, ...] = ()
     """Directories below which `model` may be a path, besides checkpoints of earlier jobs; none: any path (the service:
     any on loopback, else no path)."""
     device: str = "auto"
     """auto (every NVIDIA GPU, else mps, else cpu), cpu, mps, cuda (every GPU, one job on each) or cuda:N."""
-    train_python: Path | None = None
+    train_python: AbsolutePath | None = None
     """Interpreter that trains, and converts the service's datasets; null: this process's own. Checked at start."""
     hang_timeout: float = Field(1800.0, gt=0)
     """Seconds without any progress after which a training is ended as `hung`. A step is progress; before the first
@@ -49,21 +50,11 @@ class EngineSettings(JobSettings):
     def _own_when_empty(cls, value: Any) -> Any:
         return None if value == "" else value
 
-    @field_validator("train_python", mode="after")
-    @classmethod
-    def _absolute_python(cls, value: Path | None) -> Path | None:
-        return None if value is None else value.expanduser().absolute()
-
-    @field_validator("model_roots", mode="after")
-    @classmethod
-    def _absolute_models(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
-        return tuple(path.expanduser().absolute() for path in value)
-
 
 class TrlConfig(EngineSettings):
     """Every setting of `inline::trl`; unknown keys are refused when Llama Stack starts."""
 
-    data_dir: Path = Path(DEFAULT_DATA_DIR)
+    data_dir: AbsolutePath = Path(DEFAULT_DATA_DIR)
 
     @classmethod
     def sample_run_config(cls, __distro_dir__: str = "", **kwargs: Any) -> dict[str, Any]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from llama_stack_provider_trl.errors import InvalidRequest, ServiceRefusal, ServiceUnreachable
-from llama_stack_provider_trl.system.files import put_in_place, resolve_under
+from llama_stack_provider_trl.system.files import put_in_place, resolve_under, sha256_of
 from llama_stack_provider_trl.system.texts import json_digest
 
 from .client import ServiceClient, job_path
@@ -83,7 +82,7 @@ async def fetch(
     for last_chance in (False, True):
         resumed = await _complete(client, url, path, file["size"], note)
         # In a thread: the digest of gigabytes takes longer than a node's deadline.
-        if await asyncio.to_thread(_sha256, path) == file["sha256"]:
+        if await asyncio.to_thread(sha256_of, path) == file["sha256"]:
             return
         path.unlink()
         if last_chance or not resumed:
@@ -122,8 +121,3 @@ async def _complete(client: ServiceClient, url: str, path: Path, size: int | Non
             if not further or got == have:
                 raise
     return resumed
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

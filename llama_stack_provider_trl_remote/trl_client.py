@@ -138,7 +138,7 @@ class AsyncTrlClient:
         Raises:
             ServiceRefusal: a job, or a dataset, cannot be used; nothing was queued then.
         """
-        from .pipeline import place
+        from .submitting import place
 
         return {one.name: one.job_uuid for one in await place(self._service, pipeline)}
 

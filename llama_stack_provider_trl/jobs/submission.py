@@ -44,7 +44,7 @@ from .inputs.damaged_models import refuse_damaged
 from .inputs.harness import with_task_files
 from .inputs.made_rows import refuse_split, refuse_unknown_rows, shard_of
 from .inputs.merges import bases_of, jobs_of, no_rows
-from .inputs.of_methods.models import with_models
+from .inputs.of_methods import with_models
 from .inputs.resume_from import copy_checkpoint, discard_checkpoint
 from .inputs.row_parts import UNLIMITED, Allowance, NewRows, PlannedParts, Put, split_parts
 from .store.reader import digest_conflict
@@ -394,7 +394,7 @@ def _resolution(
         resolution = resolve_work(request, work, options, settings, named, makers)
     own = models[0] if work and work.merging else Base(resolution.fields["source"], resolution.fields["adapter"])
     refuse_damaged(model.field, model.value, own)
-    resolution = replace(resolution, fields=with_models(resolution.fields, options, settings, store))
+    resolution = replace(resolution, fields=with_models(resolution.fields, settings, store))
     refuse_foreign(settings.data_dir, resolution.fields["checkpoint_dir"])
     return resolution
 

@@ -11,8 +11,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ..errors import JobFailure
-from ..specs.adapter_merge import AdapterMergeSpec
 from ..specs.events import Reason
+from ..specs.merge import AdapterMergeSpec
 from ..specs.model_source import ModelSource
 from ..system.files import fsync_tree, put_in_place
 from .imports import quick_imports

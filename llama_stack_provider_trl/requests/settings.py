@@ -19,7 +19,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from ..documented import Documented
-from ..specs.exact import ExactValues
+from ..specs.exact import AbsolutePath, ExactValues
 from ..specs.job import ShardingSpec
 from ..system.data_dir import DataDir
 from .bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest
@@ -50,7 +50,7 @@ class JobSettings(Documented, ExactValues):
     PAGE: ClassVar[str] = "docs/reference/configuration.md"
     """Lists the settings."""
 
-    data_dir: Path
+    data_dir: AbsolutePath
     """Job database, datasets, run directories, and below `checkpoints` the results of jobs."""
     max_seq_length: int = Field(1024, gt=1)
     """Tokens per sequence where a job sets none."""
@@ -74,11 +74,11 @@ class JobSettings(Documented, ExactValues):
     min_free_disk_mb: int = Field(512, ge=0)
     """MiB that checkpoints and uploads must leave free on their disk: a job fails, or waits for its next try, before
     that."""
-    checkpoint_roots: tuple[Path, ...] = ()
+    checkpoint_roots: tuple[AbsolutePath, ...] = ()
     """Directories besides `checkpoints` in `data_dir` that an absolute `checkpoint_dir` may point into."""
     trust_remote_code: tuple[TrustedModel, ...] = ()
     """Models whose own code may run: directories, or ORG/NAME@REVISION. Other models that need it are refused."""
-    harness_roots: tuple[Path, ...] = ()
+    harness_roots: tuple[AbsolutePath, ...] = ()
     """Directories of task files of lm-evaluation-harness, which evaluations may name. Their code runs in the jobs."""
     python_graders: bool = False
     """Whether the source of graders of type python, which requests bring, runs: without files and network, with limits
@@ -107,16 +107,6 @@ class JobSettings(Documented, ExactValues):
             if not unknown:
                 raise
             raise ValidationError.from_exception_data(cls.__name__, unknown) from None
-
-    @field_validator("data_dir", mode="after")
-    @classmethod
-    def _absolute(cls, value: Path) -> Path:
-        return value.expanduser().absolute()
-
-    @field_validator("checkpoint_roots", "harness_roots", mode="after")
-    @classmethod
-    def _all_absolute(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
-        return tuple(path.expanduser().absolute() for path in value)
 
     @field_validator("data_dir", mode="before")
     @classmethod

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import re
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from ..documented import Documented
 from ..errors import InvalidRequest
-from ..specs.exact import ExactValues
+from ..specs.exact import AbsolutePath, ExactValues
 from ..system.data_dir import is_aside
 
 TrackerName = Literal["tensorboard", "mlflow", "wandb", "trackio"]
@@ -35,13 +34,6 @@ _RESERVED_BY_TRACKIO = re.compile(r"registry-.*|.+_(system|configs|traces|\w*art
 Project = Annotated[str, Field(pattern=NAME_PATTERN)]
 
 
-def _absolute(value: Path | None) -> Path | None:
-    return None if value is None else value.expanduser().absolute()
-
-
-Directory = Annotated[Path | None, AfterValidator(_absolute)]
-
-
 class _TrackerBlock(Documented, ExactValues):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, hide_input_in_errors=True, defer_build=True
@@ -54,7 +46,7 @@ class _TrackerBlock(Documented, ExactValues):
 class TensorBoardSettings(_TrackerBlock):
     """Event files of TensorBoard."""
 
-    directory: Directory = None
+    directory: AbsolutePath | None = None
     """Directory with a directory per project, and in it one per run; null: `trackers/tensorboard` in the data
     directory."""
 
@@ -80,7 +72,7 @@ class MlflowSettings(_TrackerBlock):
 class WandbSettings(_TrackerBlock):
     """Runs of Weights & Biases, written offline, and uploaded where `mode` is online."""
 
-    directory: Directory = None
+    directory: AbsolutePath | None = None
     """Directory with a directory per project, and in it one per run, for `wandb sync`; null: `trackers/wandb` in the
     data directory."""
     mode: Literal["offline", "online"] = "offline"
@@ -119,7 +111,7 @@ def _check_no_credentials(uri: str, variables: str) -> None:
 class TrackioSettings(_TrackerBlock):
     """Runs of trackio, in its local databases."""
 
-    directory: Directory = None
+    directory: AbsolutePath | None = None
     """trackio's directory (`TRACKIO_DIR`); null: `trackers/trackio` in the data directory."""
 
 

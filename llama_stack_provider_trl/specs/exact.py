@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+AbsolutePath = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
+"""Of a setting: `~` is the home directory, and a relative one begins where the process does."""
 _NO_NUMBER = PydanticCustomError("boolean_as_number", "a boolean is no number: send the number itself")
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..system.image_bytes import FORMATS, MOST_BYTES, media_type
+from ..system.json_rows import FORMATS, MOST_BYTES, media_type
 
 MARK = "\ufffc"
 """U+FFFC, which Unicode has for an object within a text."""

@@ -1,4 +1,4 @@
-"""What a merge of models or adapters is to do."""
+"""What a merge of models or adapters is to do, and one of an adapter into its base model."""
 
 from __future__ import annotations
 
@@ -41,3 +41,19 @@ class MergeSpec(BaseModel):
     """Of the random choice of `dare_*`."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Of the result; None: that of the first input."""
+
+
+class AdapterMergeSpec(BaseModel):
+    """One adapter, which becomes a whole model together with its base."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    adapter: Path
+    """PEFT's directory."""
+    base: ModelSource
+    is_reward: bool = False
+    """The adapter is that of a reward model."""
+    output: Path
+    """A directory that does not exist."""
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Of the result; None: that of the base."""

@@ -8,6 +8,7 @@ absent value in a column.
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Mapping
@@ -16,7 +17,6 @@ from decimal import Decimal
 from typing import Any
 
 from ..errors import InvalidRows
-from .image_bytes import data_uri
 
 _OPTIONS: dict[str, Any] = {"allow_nan": False, "check_circular": False, "separators": (",", ":")}
 _ENCODE = json.JSONEncoder(ensure_ascii=False, **_OPTIONS).encode
@@ -79,3 +79,23 @@ def _writable(value: Any) -> Any:
     if callable(plain := getattr(value, "tolist", None)) and not isinstance(found := plain(), type(value)):
         return _writable(found)  # numbers and arrays of numpy
     return None if type(value).__name__ == "NAType" else {type(value).__name__: str(value)[:_SHOWN]}
+
+
+FORMATS = "PNG, JPEG or WebP"
+MOST_BYTES = 8 << 20
+"""Of an image: a row has at most 16 MiB, and base64 takes a third more."""
+
+
+def media_type(data: bytes) -> str | None:
+    """`image/png` and the like, by the first bytes; None: it is none of the formats that are read."""
+    if data.startswith(b"\x89PNG\r\n\x1a\n"):
+        return "image/png"
+    if data.startswith(b"\xff\xd8\xff"):
+        return "image/jpeg"
+    return "image/webp" if data[:4] == b"RIFF" and data[8:12] == b"WEBP" else None
+
+
+def data_uri(data: bytes) -> str | None:
+    """An image as text; None: it is none of the formats that are read, or too large."""
+    kind = media_type(data) if len(data) <= MOST_BYTES else None
+    return None if kind is None else f"data:{kind};base64,{base64.b64encode(data).decode()}"

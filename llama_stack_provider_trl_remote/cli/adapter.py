@@ -28,7 +28,7 @@ def add_options(group: ArgumentParser) -> None:
 def merge(options: Namespace) -> int:
     """Merge an adapter, and print what was written."""
     from llama_stack_provider_trl.launch.interpreter import check_interpreter
-    from llama_stack_provider_trl.specs.adapter_merge import AdapterMergeSpec
+    from llama_stack_provider_trl.specs.merge import AdapterMergeSpec
     from llama_stack_provider_trl.specs.model_source import ModelSource
 
     from .recipe_process import run_recipe

@@ -23,12 +23,11 @@ from ..request_files import read_request
 from ..row_files import register_rows, register_uri, stored_rows
 from ..submitting import submit_request
 from ..trl_client import list_jobs, preflight_request, sorted_jobs
-from . import advise, found_machines, machine_commands, nodes_ssh, whole_jobs
-from .answers import answers
+from . import advise, machine_commands, nodes_ssh, whole_jobs
+from .answers import answers, samples
 from .chat import chat
 from .preview import preview
 from .register import register
-from .samples import samples
 from .terminal import JOB_COLUMNS, audit_line, emit, job_line, job_row, preflight_lines, progress_line, table, token_row
 from .waiting import waiting
 from .watch import exit_status, follow_log, watch
@@ -336,7 +335,7 @@ COMMANDS: dict[tuple[str, str], Command] = {
     ("nodes", "list"): list_nodes,
     ("nodes", "commands"): machine_commands.print_commands,
     ("nodes", "advise"): advise.print_advice,
-    ("nodes", "discover"): found_machines.discover,
+    ("nodes", "discover"): machine_commands.discover,
     ("nodes", "show"): show_node,
     ("nodes", "pools"): list_pools,
     ("nodes", "cordon"): change_node,

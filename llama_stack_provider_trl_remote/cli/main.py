@@ -21,7 +21,7 @@ from llama_stack_provider_trl.system.console import complain, lines_of, show_lin
 from . import adapter, jobspec, merge, node_commands
 from .promotion import FORM, condition
 from .refusals import in_a_shell, with_the_name_meant
-from .shared_options import as_trained, at_service
+from .shared_options import as_trained, at_service, number
 
 SERVE = "run the training service; its settings come from TRL_SERVICE_CONFIG"
 TRAINED = ("sft", "dpo", "orpo", "cpo", "simpo", "reward", "kto")
@@ -590,11 +590,13 @@ def _job(command: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return at_service(command)
 
 
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 3600:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 3600 seconds")
-    return value
+_lines = number(int, lambda value: 0 < value <= 10_000, "is not between 1 and 10000 lines")
+_number = number(int, lambda value: value >= 0, "is less than 0")
+_port = number(int, lambda value: 0 <= value <= 65535, "is not between 0 and 65535")
+_positive = number(int, lambda value: 0 < value <= 10**6, "is not between 1 and 1000000")
+_rate_of_learning = number(float, lambda value: 0 < value < math.inf, "is not more than 0")
+_seconds = number(float, lambda value: 0 < value <= 3600, "is not between 0 and 3600 seconds")
+_smoothing = number(float, lambda value: 0 <= value < 1, "is not from 0 to less than 1")
 
 
 def _token_name(text: str) -> str:
@@ -624,20 +626,6 @@ def _weights(text: str) -> list[float]:
     return values
 
 
-def _number(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is less than 0")
-    return value
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if not 0 < value <= 10**6:
-        raise argparse.ArgumentTypeError(f"{text} is not between 1 and 1000000")
-    return value
-
-
 def _method(text: str) -> str:
     if text not in TRAINED:
         raise argparse.ArgumentTypeError(
@@ -646,31 +634,3 @@ def _method(text: str) -> str:
             "`trl-remote run FILE`"
         )
     return text
-
-
-def _port(text: str) -> int:
-    value = int(text)
-    if not 0 <= value <= 65535:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 65535")
-    return value
-
-
-def _rate_of_learning(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not more than 0")
-    return value
-
-
-def _smoothing(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 to less than 1")
-    return value
-
-
-def _lines(text: str) -> int:
-    value = int(text)
-    if not 0 < value <= 10_000:
-        raise argparse.ArgumentTypeError(f"{text} is not between 1 and 10000 lines")
-    return value

@@ -6,7 +6,7 @@ import argparse
 import os
 
 from . import nodes_ssh
-from .shared_options import at_service, logged
+from .shared_options import at_service, logged, number
 
 DEFAULT_SECONDS = 4.0
 """Of a search of the network."""
@@ -87,18 +87,11 @@ def _advice(command: argparse.ArgumentParser) -> None:
     command.add_argument("--gpus", action=argparse.BooleanOptionalAction, help="the nodes train on GPUs (CPUs)")
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e12:
-        raise argparse.ArgumentTypeError(f"{text} is not more than 0")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if not 0 < value < 10**15:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return value
+_count = number(int, lambda value: 0 < value < 10**15, "is not 1 or more")
+_port = number(int, lambda value: 1024 <= value <= 65535, "is not between 1024 and 65535")
+_positive = number(float, lambda value: 0 < value < 1e12, "is not more than 0")
+_rate = number(float, lambda value: value > 0, "is not more than 0 MiB per second")
+_seconds = number(float, lambda value: 1 <= value <= 30, "is not between 1 and 30 seconds")
 
 
 def _parameters(text: str) -> int:
@@ -142,13 +135,6 @@ def _torchrun(lines: argparse.ArgumentParser) -> None:
     lines.add_argument("--python", metavar="FILE", help="with --torchrun: interpreter on every machine (python)")
 
 
-def _port(text: str) -> int:
-    value = int(text)
-    if not 1024 <= value <= 65535:
-        raise argparse.ArgumentTypeError(f"{text} is not between 1024 and 65535")
-    return value
-
-
 def _lines(lines: argparse.ArgumentParser) -> None:
     lines.add_argument(
         "--token-file", default="~/.trl-node-token", metavar="FILE", help="on each machine (~/.trl-node-token)"
@@ -168,13 +154,6 @@ def _search(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--seconds", type=_seconds, metavar="N", help=f"search for so long, 1 to 30 ({DEFAULT_SECONDS:g})"
     )
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 1 <= value <= 30:
-        raise argparse.ArgumentTypeError(f"{text} is not between 1 and 30 seconds")
-    return value
 
 
 def agent(command: argparse.ArgumentParser) -> None:
@@ -272,10 +251,3 @@ def _label(text: str) -> tuple[str, str]:
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
     return name, value
-
-
-def _rate(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not more than 0 MiB per second")
-    return value

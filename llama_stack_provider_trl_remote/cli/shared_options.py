@@ -4,10 +4,30 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from llama_stack_provider_trl.errors import InvalidRequest
+
+
+def number[Value: (int, float)](
+    kind: Callable[[str], Value], fits: Callable[[Value], bool], problem: str
+) -> Callable[[str], Value]:
+    """The type of an option that takes a number.
+
+    Args:
+        problem: what a number is that does not fit, such as "is less than 0".
+    """
+
+    def parsed(text: str) -> Value:
+        value = kind(text)
+        if not fits(value):
+            raise argparse.ArgumentTypeError(f"{text} {problem}")
+        return value
+
+    parsed.__name__ = kind.__name__  # argparse names it where the text is no number
+    return parsed
 
 
 def at_service(command: argparse.ArgumentParser, *, below: bool = False) -> argparse.ArgumentParser:
@@ -77,10 +97,10 @@ def trained_as(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, A
         "columns": dict(options.column),
         "roles": roles,
     }
-    return _set(data), {name: value for name, value in _set(given).items() if value != {}}
+    return without_none(data), {name: value for name, value in without_none(given).items() if value != {}}
 
 
-def _set(values: dict[str, Any]) -> dict[str, Any]:
+def without_none(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 

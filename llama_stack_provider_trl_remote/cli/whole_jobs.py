@@ -35,7 +35,7 @@ from .promotion import (
     refuse_without_evaluation,
 )
 from .register import show_registered, stack_at
-from .shared_options import trained_as
+from .shared_options import trained_as, without_none
 from .terminal import emit, table
 from .watch import exit_status, watch
 
@@ -103,7 +103,7 @@ async def generate(client: ServiceClient, options: Namespace) -> int:
         "model": options.model if options.model.startswith("job:") else model_at(options.model, client.url),
         "dataset_id": dataset_id,
         "output": {"dataset_id": options.output},
-        **_set(sampling),
+        **without_none(sampling),
     }
     return await _submit_and_follow(client, body, options, None)
 
@@ -118,14 +118,14 @@ async def export(client: ServiceClient, options: Namespace) -> int:
         "job_uuid": options.job or _new_name(f"{options.to}-{stem}"),
         "model": model,
         "to": options.to,
-        **_set({"gguf_type": options.type, "promote_if": options.promote_if, "upload_to": options.upload_to}),
+        **without_none({"gguf_type": options.type, "promote_if": options.promote_if, "upload_to": options.upload_to}),
     }
     return await _submit_and_follow(client, body, options, None)
 
 
 async def run(client: ServiceClient, options: Namespace) -> int:
     """Submit the job of a file, follow it, and pull its result; or the jobs of a pipeline."""
-    from ..pipeline import is_pipeline
+    from ..submitting import is_pipeline
 
     await _check_end(client, options)
     body = read_request(options.file)
@@ -152,7 +152,7 @@ async def run(client: ServiceClient, options: Namespace) -> int:
 
 async def _run_pipeline(client: ServiceClient, body: dict[str, Any], options: Namespace) -> int:
     """Submit the jobs that the service does not have yet, and follow all of them."""
-    from ..pipeline import place
+    from ..submitting import place
 
     result = ("pull", "checkpoint", "register", "promote_if")
     for name in ("job", "nodes", "nproc_per_node", "resume_from", "algorithm", *result):
@@ -209,7 +209,7 @@ def training_request(
         "max_steps_per_epoch": options.max_steps,
         "gradient_accumulation_steps": options.gradient_accumulation,
         "learning_rate": options.learning_rate,
-        "data_config": data | _set({"validation_dataset_id": validation_dataset_id}),
+        "data_config": data | without_none({"validation_dataset_id": validation_dataset_id}),
     }
     lora = _lora(options)
     given: dict[str, Any] = _placement(options)
@@ -218,7 +218,8 @@ def training_request(
     if len(dataset_ids) > 1:
         weights = options.weights or [None] * len(dataset_ids)
         given["mixture"] = [
-            {"dataset_id": name, **_set({"weight": weight})} for name, weight in zip(dataset_ids, weights, strict=True)
+            {"dataset_id": name, **without_none({"weight": weight})}
+            for name, weight in zip(dataset_ids, weights, strict=True)
         ]
     own, of_rows = trained_as(options)
     training["data_config"] |= own
@@ -226,8 +227,8 @@ def training_request(
     if method != "sft" and lora:
         given["lora"] = lora
     algorithm = lora if method == "sft" else {"type": method}
-    body = {"job_uuid": job_uuid, "model": model, "training_config": _set(training)}
-    return body | _set({"algorithm_config": algorithm, "provider_options": given or None})
+    body = {"job_uuid": job_uuid, "model": model, "training_config": without_none(training)}
+    return body | without_none({"algorithm_config": algorithm, "provider_options": given or None})
 
 
 async def _submit_and_follow(
@@ -335,7 +336,7 @@ def _lora(options: Namespace) -> dict[str, Any] | None:
 def _placement(options: Namespace) -> dict[str, Any]:
     """Provider options that `train` and `run` have in common."""
     nodes = {"nodes": options.nodes} if options.nodes else None
-    return _set(
+    return without_none(
         {
             "resources": nodes,
             "nproc_per_node": options.nproc_per_node,
@@ -348,10 +349,6 @@ def _placement(options: Namespace) -> dict[str, Any]:
 def _merged(given: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
     resources = {**(given.get("resources") or {}), **changed.get("resources", {})}
     return {**given, **changed, **({"resources": resources} if resources else {})}
-
-
-def _set(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _new_name(stem: str) -> str:

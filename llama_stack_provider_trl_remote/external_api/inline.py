@@ -4,14 +4,14 @@ No `from __future__ import annotations` here: routes are built from these annota
 """
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from llama_stack_provider_trl.config import TrlConfig
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.post_training import TrlPostTraining
+from llama_stack_provider_trl.specs.exact import AbsolutePath
 from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowNames, RowUse
 from llama_stack_provider_trl.system.offload import serving
 
@@ -27,15 +27,10 @@ _MOST_LISTED = 10_000
 class ExternalTrlConfig(TrlConfig):
     """The settings of `inline::trl`, and one for its datasets."""
 
-    dataset_roots: list[Path] = Field(default_factory=list)
+    dataset_roots: list[AbsolutePath] = Field(default_factory=list)
     """Directories whose files may be named as a dataset's uri (POST /v1/datasets); none: no files."""
     dataset_buckets: list[BucketPath] = Field(default_factory=list)
     """Paths in buckets, such as s3://BUCKET/PATH, whose files may be named as a dataset's uri; none: no bucket."""
-
-    @field_validator("dataset_roots")
-    @classmethod
-    def _absolute_datasets(cls, value: list[Path]) -> list[Path]:
-        return [path.expanduser().absolute() for path in value]
 
 
 class ExternalTrl(TrlPostTraining):

@@ -15,10 +15,9 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from llama_stack_provider_trl.errors import InvalidRequest, ServiceRefusal, ServiceUnreachable
 from llama_stack_provider_trl.launch.base import Launcher
@@ -39,20 +38,18 @@ from ..wire import (
     LogEntries,
     NodeReport,
     Orders,
-    OwnerUse,
     Poll,
     Stage,
     StageProgress,
     TaskOrder,
     TaskReport,
 )
-from . import task
-from .calls import GONE, is_gone
+from .calls import GONE, NodeClient, is_gone
 from .consent import NoConsent, check_consent
-from .credential import CredentialFile
-from .identity import ADDRESS, NodeError
+from .identity import ADDRESS, CredentialFile, NodeError
 from .localize import check_order
 from .models import Models, models_used
+from .owner import OwnerWatch
 from .task import NodeContext, NodeTask, kept_tasks
 
 log = logging.getLogger(__name__)
@@ -68,25 +65,6 @@ OWNER = 2.0
 """Seconds between two measurements of the owner's load on a loaned machine."""
 KEEP = 24 * 3600.0
 """Seconds for which files of a job are kept: its next attempt may run here again."""
-
-
-class AgentCalls(task.TaskCalls, Protocol):
-    """Interface of `calls.NodeClient`, which tests replace."""
-
-    url: str
-
-    def authenticate(self, credential: str | None) -> None: ...
-    async def join(self, report: NodeReport) -> Joined: ...
-    async def poll(self, poll: Poll, kept: Collection[str] = ()) -> Orders: ...
-
-
-class OwnerLoad(Protocol):
-    """Interface of `owner.OwnerWatch`, which tests replace."""
-
-    @property
-    def use(self) -> OwnerUse: ...
-    def measure(self, run_dirs: Iterable[Path]) -> bool: ...
-    def is_overdue(self) -> bool: ...
 
 
 class Agent:
@@ -107,7 +85,7 @@ class Agent:
 
     def __init__(
         self,
-        calls: AgentCalls,
+        calls: NodeClient,
         report: Callable[[], NodeReport],
         data_dir: Path,
         launcher: Launcher | None = None,
@@ -117,7 +95,7 @@ class Agent:
         unsent: Unsent | None = None,
         heartbeat_interval: float = POLL_SECONDS,
         models: Models | None = None,
-        owner: OwnerLoad | None = None,
+        owner: OwnerWatch | None = None,
         trusted: Sequence[str] = (),
         python_graders: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -200,7 +178,7 @@ class Agent:
                 await known.leave()
             lock.release()
 
-    async def _watch_owner(self, owner: OwnerLoad) -> None:
+    async def _watch_owner(self, owner: OwnerWatch) -> None:
         """Report how much of a loaned machine its owner uses. While that is much, tasks that do not save and end in
         time are ended, whether the service answers or not."""
         while True:

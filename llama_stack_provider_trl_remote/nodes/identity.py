@@ -1,9 +1,11 @@
-"""Name and description of this machine: the report with which a node joins. No torch is imported."""
+"""Name and description of this machine: the report with which a node joins, and the credential that it gets. No torch
+is imported."""
 
 from __future__ import annotations
 
 import ipaddress
 import json
+import logging
 import os
 import platform
 import re
@@ -26,7 +28,7 @@ from llama_stack_provider_trl.launch.torchrun import configured_threads
 from llama_stack_provider_trl.specs.names import problem_of_name
 from llama_stack_provider_trl.specs.schema import schema_digest
 from llama_stack_provider_trl.system.data_dir import NodeDir, read_own
-from llama_stack_provider_trl.system.files import atomic_write, free_bytes
+from llama_stack_provider_trl.system.files import atomic_write, atomic_write_json, free_bytes
 from llama_stack_provider_trl.system.hub_cache import cached_models
 from llama_stack_provider_trl.system.process import machine_memory, usable_cpus
 
@@ -240,3 +242,40 @@ def _device(device: str, environ: Mapping[str, str]) -> DeviceReport:
     if gpu is None:
         return DeviceReport(name=device, is_slice=sliced)
     return DeviceReport(name=device, memory_bytes=gpu.memory_bytes, model=gpu.model, is_slice=sliced, uuid=gpu.uuid)
+
+
+log = logging.getLogger(__name__)
+
+
+class CredentialFile:
+    """The file of the credential, with mode 0600.
+
+    Args:
+        service, node: issuer and holder of the secret. A secret of another service or name is not used, so that it
+            never reaches another service.
+    """
+
+    def __init__(self, data_dir: Path, service: str, node: str) -> None:
+        self._path = NodeDir(data_dir).credential
+        self._owner = {"service": service, "node": node}
+
+    def read(self) -> str | None:
+        """Read the credential. None: it is missing or cannot be read."""
+        try:
+            found = read_own(self._path, _parsed_credential)
+        except OSError as error:
+            log.warning("%s cannot be read (%s): the node joins with its token", self._path, type(error).__name__)
+            return None
+        if found is None:
+            return None
+        credential = found.pop("credential")
+        return credential if found == self._owner else None
+
+    def write(self, credential: str) -> None:
+        """Write the credential. Raises OSError: nothing was written."""
+        atomic_write_json(self._path, {**self._owner, "credential": credential}, mode=0o600)
+
+
+def _parsed_credential(data: bytes) -> dict[str, str]:
+    found = json.loads(data)
+    return {**found, "credential": str(found["credential"])}

@@ -7,28 +7,19 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 from llama_stack_provider_trl.specs.checkpoint_files import check_names
 from llama_stack_provider_trl.system.files import damage, put_in_place, resolve_under, sha256_in, sha256_of, touched
 
 from ..wire import GIVEN
+from .calls import NodeClient
 from .localize import PathMap
-from .models import ModelCalls
 
 log = logging.getLogger(__name__)
 _fetching: WeakValueDictionary[Path, asyncio.Lock] = WeakValueDictionary()
 """Tasks of several jobs that need the same rows fetch them once: both would write to the same file."""
-
-
-class InputCalls(ModelCalls, Protocol):
-    """The part of `calls.NodeClient` that fetches the files of a task."""
-
-    async def rows(self, sha256: str, path: Path) -> None: ...
-    async def checkpoint_files(self, job_uuid: str, checkpoint: str) -> list[dict[str, Any]]: ...
-    async def answers(self, task_id: str, file: str, path: Path) -> None: ...
-    async def checkpoint_file(self, job_uuid: str, checkpoint: str, path: Path, file: dict[str, Any]) -> None: ...
 
 
 class Inputs:
@@ -38,7 +29,7 @@ class Inputs:
         note_detail: called with the current download.
     """
 
-    def __init__(self, paths: PathMap, calls: InputCalls, note_detail: Callable[[str], None]) -> None:
+    def __init__(self, paths: PathMap, calls: NodeClient, note_detail: Callable[[str], None]) -> None:
         self._paths, self._calls, self._note_detail = paths, calls, note_detail
 
     async def fetch_rows(self) -> None:

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from llama_stack_provider_trl.specs.job import JobSpec
@@ -35,6 +34,7 @@ from llama_stack_provider_trl.system.hub_cache import CachedCommit, cached_model
 from llama_stack_provider_trl.system.model_directory import ModelDirectory, find_model
 
 from ..wire import ModelFiles, TaskOrder
+from .calls import NodeClient
 from .localize import PathMap
 
 log = logging.getLogger(__name__)
@@ -49,14 +49,6 @@ _LONGEST = 200
 
 class ModelMissing(FileNotFoundError):
     """Raised when a job's model is not on this node and cannot be fetched. A retry here fails again."""
-
-
-class ModelCalls(Protocol):
-    """The part of `calls.NodeClient` that fetches models."""
-
-    async def model_file(
-        self, task_id: str, model: str, path: Path, file: dict[str, Any], note: Callable[[int], None]
-    ) -> None: ...
 
 
 class Models:
@@ -89,7 +81,7 @@ class Models:
         order: TaskOrder,
         job: JobSpec,
         node: str,
-        calls: ModelCalls,
+        calls: NodeClient,
         note_detail: Callable[[str], None],
         used: Callable[[], Collection[str]] = tuple,
     ) -> dict[str, Path]:
@@ -126,7 +118,7 @@ class Models:
         files: ModelFiles,
         revision: str | None,
         node: str,
-        calls: ModelCalls,
+        calls: NodeClient,
         note_detail: Callable[[str], None],
         used: Callable[[], Collection[str]],
     ) -> Path:
@@ -145,7 +137,7 @@ class Models:
         task_id: str,
         files: ModelFiles,
         target: Path,
-        calls: ModelCalls,
+        calls: NodeClient,
         note_detail: Callable[[str], None],
     ) -> None:
         """Download what is missing, file by file."""

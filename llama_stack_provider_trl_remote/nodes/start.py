@@ -38,10 +38,9 @@ from .discovery.mdns import announce, require_zeroconf
 from .discovery.sightings import Sighting, machine_hash
 from .identity import DEFAULT_DATA_DIR, NodeError, host_id, node_name, node_report, reachable_address
 from .load import LoadMeter
-from .loan import LoanTerms
 from .models import Models
 from .ollama import ollama_models
-from .owner import OwnerWatch
+from .owner import LoanTerms, OwnerWatch
 
 SHORTEST_INTERVAL = 0.5
 """Seconds between two heartbeats."""

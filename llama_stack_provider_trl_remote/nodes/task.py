@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -29,8 +29,8 @@ from llama_stack_provider_trl.system.fork import THREADS
 from ..pull import OtherBytes
 from ..wire import MOST_JSON, MOST_TEXT, Stage, StageProgress, TaskOrder, TaskReport
 from . import uploader
-from .calls import is_gone
-from .inputs import InputCalls, Inputs
+from .calls import NodeClient, is_gone
+from .inputs import Inputs
 from .localize import PathMap, check_order, sees_the_services_disk
 from .models import ModelMissing, Models
 from .outbox import first_failed
@@ -49,10 +49,6 @@ which passes."""
 _STAGES = list(Stage)
 
 
-class TaskCalls(uploader.UploadCalls, InputCalls, Protocol):
-    """The part of `calls.NodeClient` that a task needs."""
-
-
 @dataclass(frozen=True)
 class NodeContext:
     """Fields of the node that its tasks use."""
@@ -61,7 +57,7 @@ class NodeContext:
     address: str
     boot_id: str
     data_dir: Path
-    calls: TaskCalls
+    calls: NodeClient
     launcher: Launcher
     changed: Callable[[], None]
     """Called when there are news to report."""

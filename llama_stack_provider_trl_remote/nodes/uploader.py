@@ -12,11 +12,13 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import Protocol
 
-from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable
+from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable, is_exhausted
+from llama_stack_provider_trl.specs.answer_files import NONE
 from llama_stack_provider_trl.specs.checkpoint_files import misplaced
 from llama_stack_provider_trl.system.files import (
     MANIFEST,
@@ -31,8 +33,7 @@ from llama_stack_provider_trl.system.files import (
 )
 
 from ..wire import CheckpointAnswer, CheckpointFileReport, CheckpointReport
-from .answer_uploads import AnswerCalls, AnswerUpload, Unreadable
-from .calls import is_gone
+from .calls import NodeClient, is_gone
 from .localize import PathMap
 from .outbox import Outbox, PendingEvent
 
@@ -55,16 +56,6 @@ class Damaged(OSError):
     Neither changes with time."""
 
 
-class UploadCalls(AnswerCalls, Protocol):
-    """The part of `calls.NodeClient` that uploads need."""
-
-    async def append_events(self, task_id: str, offset: int, lines: bytes) -> int: ...
-    async def put_log(self, task_id: str, file: str, offset: int, data: bytes) -> int: ...
-    async def offer(self, task_id: str, checkpoint: str, report: CheckpointReport) -> CheckpointAnswer: ...
-    async def upload(self, task_id: str, checkpoint: str, name: str, sha256: str, file: Path) -> None: ...
-    async def listed_checkpoints(self, job_uuid: str) -> set[str]: ...
-
-
 class Uploader:
     """Uploads events, logs, checkpoints and answers of one task.
 
@@ -76,7 +67,7 @@ class Uploader:
     def __init__(
         self,
         paths: PathMap,
-        calls: UploadCalls,
+        calls: NodeClient,
         exited: asyncio.Event,
         note_detail: Callable[[str], None],
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -292,3 +283,79 @@ def _reported(path: Path, pending: PendingEvent) -> CheckpointReport:
         for name in file_names(path)
     ]
     return CheckpointReport(kind=pending.event["kind"], files=tuple(files))
+
+
+_PIECE = 1 << 19
+"""Bytes of one call."""
+
+
+class Unreadable(OSError):
+    """Raised when the training has put something else in the place of its file of answers. That does not change."""
+
+
+class AnswerUpload:
+    """The upload of one task's answers.
+
+    The service's file is the beginning of this node's, which began with it (`inputs`), and its size is the progress. A
+    batch that is half written stays here: the next attempt, wherever it is, writes it again.
+    """
+
+    def __init__(self, paths: PathMap, calls: NodeClient) -> None:
+        self._paths, self._calls = paths, calls
+        self._whole = NONE
+        self._sent: dict[str, int] = {}
+        """File -> bytes that the service has."""
+
+    async def ship(self, *, is_finished: bool) -> None:
+        """Send what the service lacks.
+
+        Args:
+            is_finished: the training has written all of its files.
+
+        Raises:
+            Unreadable.
+        """
+        grows, *at_the_end = self._paths.answer_files
+        await self._send(grows, await asyncio.to_thread(self._ready, grows, is_finished))
+        for name in at_the_end if is_finished else ():
+            await self._send(name, await asyncio.to_thread(self._ready, name, is_finished))
+
+    def _ready(self, name: str, is_finished: bool) -> int:
+        """Bytes of a file that may be sent."""
+        with self._opened(name) as file:
+            if file is None:
+                return 0
+            if is_finished:
+                return os.fstat(file.fileno()).st_size
+            self._whole = self._paths.whole_answers(file, self._whole)
+            return self._whole.size
+
+    async def _send(self, name: str, end: int) -> None:
+        task_id = self._paths.order.task_id
+        if name not in self._sent:
+            self._sent[name] = await self._calls.put_answers(task_id, name, 0, b"")
+        while self._sent[name] < end:
+            data = await asyncio.to_thread(self._part, name, end)
+            if not data:
+                return  # the training has cut its own file: the service compares the digest at the end
+            self._sent[name] = await self._calls.put_answers(task_id, name, self._sent[name], data)
+
+    def _part(self, name: str, end: int) -> bytes:
+        with self._opened(name) as file:
+            if file is None:
+                return b""
+            file.seek(self._sent[name])
+            return file.read(min(_PIECE, end - self._sent[name]))
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[BufferedReader | None]:
+        """A file of the training; None: it is missing."""
+        try:
+            with open_in(self._paths.checkpoint_dir, Path(name)) as file:
+                yield file
+        except FileNotFoundError:
+            yield None
+        except OSError as error:
+            if is_exhausted(error):
+                raise
+            raise Unreadable(error.errno, f"{name} of the training cannot be read: {error.strerror}") from error

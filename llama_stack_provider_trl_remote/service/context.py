@@ -58,8 +58,7 @@ from .disks import DiskWatch
 from .http.received import Bodies
 from .jobs.checks import JobChecks
 from .jobs.pipelines import Pipelines
-from .jobs.results import keep_result
-from .jobs.rows import RowSources
+from .jobs.rows import RowSources, keep_result
 from .jobs.stored_jobs import StoredJobs
 from .jobs.submissions import Submissions
 from .metrics.registry import Metrics

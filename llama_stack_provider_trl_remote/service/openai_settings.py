@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import ipaddress
 import re
-from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -14,7 +13,7 @@ from pydantic import ConfigDict, Field, SecretStr, StringConstraints, field_vali
 from llama_stack_provider_trl.documented import Documented
 from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.requests.options import Priority
-from llama_stack_provider_trl.specs.exact import ExactValues
+from llama_stack_provider_trl.specs.exact import AbsolutePath, ExactValues
 
 ModelName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")]
 """Without colons, which part the names of fine-tuned models."""
@@ -90,7 +89,7 @@ class OpenAIWebhook(_OpenAIBlock):
     """Address that a POST is sent to for each event."""
     secret: SecretStr | None = None
     """What its POSTs are signed with: `whsec_` and base64, such as `${env.TRL_WEBHOOK_SECRET}`."""
-    secret_file: Path | None = None
+    secret_file: AbsolutePath | None = None
     """File with the secret in place of `secret`; other users may not read it."""
     events: tuple[WebhookEvent, ...] = Field(tuple(WEBHOOK_EVENTS.values()), min_length=1)
     """What it is told of."""
@@ -120,11 +119,6 @@ class OpenAIWebhook(_OpenAIBlock):
         if value is not None:
             webhook_key(value.get_secret_value())
         return value
-
-    @field_validator("secret_file")
-    @classmethod
-    def _absolute_file(cls, value: Path | None) -> Path | None:
-        return None if value is None else value.expanduser().absolute()
 
     @field_validator("networks")
     @classmethod

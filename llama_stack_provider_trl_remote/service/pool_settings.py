@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, StringConstraints, field_validator, mode
 
 from llama_stack_provider_trl.documented import Documented
 from llama_stack_provider_trl.jobs.decisions.placement import Node, kind_of
-from llama_stack_provider_trl.specs.exact import ExactValues, numbers_as_text
+from llama_stack_provider_trl.specs.exact import AbsolutePath, ExactValues, numbers_as_text
 
 _GIB = 1 << 30
 _OURS = ("--job-name", "--nodes", "--ntasks-per-node", "--ntasks", "--requeue", "--signal", "--array", "--wrap")
@@ -312,7 +312,7 @@ class SshPoolSettings(_PoolSettings):
     """Machines of an inventory, which become nodes over SSH. Their agents get `node_token`."""
 
     kind: Literal["ssh"]
-    inventory: Path
+    inventory: AbsolutePath
     """ssh: the inventory `nodes.yaml`, on this machine."""
     machines: tuple[str, ...] = ()
     """ssh: names of the inventory that are this pool's; none: all."""
@@ -320,11 +320,6 @@ class SshPoolSettings(_PoolSettings):
     """ssh: call no package index: what is needed is on the machines."""
     site_packages: bool = False
     """ssh: use the packages of the machines' Python, such as torch."""
-
-    @field_validator("inventory")
-    @classmethod
-    def _absolute(cls, value: Path) -> Path:
-        return value.expanduser().absolute()
 
 
 PoolSettings = Annotated[

@@ -20,7 +20,7 @@ from llama_stack_provider_trl.launch.devices import usable_devices
 from llama_stack_provider_trl.launch.gpus import NO_GANG, slices_of
 from llama_stack_provider_trl.requests.options import Priority
 from llama_stack_provider_trl.requests.settings import Settings
-from llama_stack_provider_trl.specs.exact import ExactValues
+from llama_stack_provider_trl.specs.exact import AbsolutePath, ExactValues
 from llama_stack_provider_trl.specs.exports import HUB_TOKEN_FILE, destination_of
 from llama_stack_provider_trl.specs.job import Prefetch, ShardingSpec, ShardingStrategy
 from llama_stack_provider_trl.system.logs import LogLevel
@@ -190,9 +190,9 @@ class _ListenSettings(_Block):
     """Further tokens with their roles."""
     allowed_hosts: tuple[str, ...] = ()
     """Names, besides loopback's, under which clients may call the service (Host header)."""
-    tls_cert: Path | None = None
+    tls_cert: AbsolutePath | None = None
     """Certificate chain (PEM) to serve https with."""
-    tls_key: Path | None = None
+    tls_key: AbsolutePath | None = None
     """Its private key."""
     insecure: bool = False
     """Serve beyond loopback without TLS: tokens then cross the network in the clear."""
@@ -210,7 +210,7 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
 
     PAGE: ClassVar[str] = "docs/reference/service.md"
 
-    data_dir: Path = Path(DEFAULT_DATA_DIR)
+    data_dir: AbsolutePath = Path(DEFAULT_DATA_DIR)
     fsdp_config: FsdpConfig = FsdpConfig()
     """How several ranks hold one model."""
     torch_run_config: TorchRunConfig = TorchRunConfig()
@@ -223,7 +223,7 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
     """full: the same as gradient_checkpointing. selective: every second block recomputes, half the saving and cost."""
     pools: tuple[PoolSettings, ...] = ()
     """Machines that are requested when jobs wait, and given back: see docs/clusters.md."""
-    dataset_roots: tuple[Path, ...] = ()
+    dataset_roots: tuple[AbsolutePath, ...] = ()
     """Directories whose files may be named as a dataset's uri; none: no files."""
     dataset_buckets: tuple[BucketPath, ...] = ()
     """Paths in buckets, such as s3://BUCKET/PATH, whose files may be named as a dataset's uri; none: no bucket. Needs
@@ -273,7 +273,7 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
 
     openai: OpenAISettings = OpenAISettings()
     """Models of OpenAI's fine-tuning API: docs/how-to/openai.md."""
-    vllm_python: Path | None = None
+    vllm_python: AbsolutePath | None = None
     """Interpreter that has vLLM, for jobs that answer prompts with engine vllm, and GRPO with use_vllm; null: none may.
     Checked at start."""
 
@@ -295,11 +295,6 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
     @classmethod
     def _none_when_empty(cls, value: Any) -> Any:
         return None if value == "" else value
-
-    @field_validator("vllm_python", mode="after")
-    @classmethod
-    def _absolute_vllm(cls, value: Path | None) -> Path | None:
-        return None if value is None else value.expanduser().absolute()
 
     @field_validator("allowed_hosts", mode="before")
     @classmethod
@@ -341,16 +336,6 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
             if names.count(name) > 1:
                 raise ValueError(f"two pools have the name {name!r}: give each a name of its own")
         return value
-
-    @field_validator("tls_cert", "tls_key")
-    @classmethod
-    def _absolute_file(cls, value: Path | None) -> Path | None:
-        return None if value is None else value.expanduser().absolute()
-
-    @field_validator("dataset_roots")
-    @classmethod
-    def _absolute_datasets(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
-        return tuple(path.expanduser().absolute() for path in value)
 
     @property
     def credentials(self) -> dict[str, Role]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pickle
-import sys
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -22,7 +20,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from llama_stack_provider_trl.recipes.data.packing import pack
 from llama_stack_provider_trl.recipes.data.sampling import BatchPlan
 from llama_stack_provider_trl.recipes.data.tables import IGNORED
-from llama_stack_provider_trl.recipes.fast import attention, cpu_attention, elementwise, head, smaller_batches, support
+from llama_stack_provider_trl.recipes.fast import attention, cpu_attention, head, smaller_batches, support
 from llama_stack_provider_trl.recipes.fast.batches import FlatPairs, collate_rows, forward_arguments, largest_groups
 from llama_stack_provider_trl.recipes.fast.layout import Layout
 from llama_stack_provider_trl.recipes.fast.model import use_rows
@@ -69,17 +67,6 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", SIZES),  # whose rotation is partial, too
     "gpt2": ("gpt2", {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}),
 }
-
-
-@pytest.fixture(autouse=True)
-def rotations_are_transformers_own() -> Iterator[None]:
-    """After each test: what is expected is computed without ours."""
-    yield
-    for name, module in list(sys.modules.items()):
-        if name.startswith("transformers.models."):
-            ours = vars(module).get("apply_rotary_pos_emb")
-            if isinstance(ours, elementwise._Rotate):
-                module.apply_rotary_pos_emb = ours.plain  # type: ignore[attr-defined]
 
 
 def model_of(architecture: str, *, lora: bool = False) -> Any:
@@ -196,35 +183,24 @@ def test_packed_rows_in_one_sequence_are_the_rows_themselves() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "groups", "scored", "unread"),
+    ("rows", "groups", "scored"),
     [
         # Both answers begin behind the last token of the prompt.
-        (pair(4, 3, 1), ((4, (2, 0)),), [3, 4, 5, 3], (3, 0)),
-        (pair(4, 1, 3), ((4, (0, 2)),), [3, 3, 4, 5], (3, 0)),
-        (pair(0, 3, 2), ((0, (2, 1)),), [0, 1, 2], (0, 0)),  # nothing predicts a first token
-        (pair(2, 0, 0), ((2, (0, 0)),), [0], (2, 0)),  # a filler
-        (pair(0, 1, 1), ((0, (1, 1)),), [0], (1, 1)),
+        (pair(4, 3, 1), ((4, (2, 0)),), [3, 4, 5, 3]),
+        (pair(4, 1, 3), ((4, (0, 2)),), [3, 3, 4, 5]),
+        (pair(0, 3, 2), ((0, (2, 1)),), [0, 1, 2]),  # nothing predicts a first token
+        (pair(2, 0, 0), ((2, (0, 0)),), [0]),  # a filler
+        (pair(0, 1, 1), ((0, (1, 1)),), [0]),
     ],
 )
 def test_a_pair_is_its_prompt_and_what_its_answers_predict(
-    rows: dict[str, list[int]], groups: tuple[Any, ...], scored: list[int], unread: tuple[int, ...]
+    rows: dict[str, list[int]], groups: tuple[Any, ...], scored: list[int]
 ) -> None:
     inputs = FlatPairs().collate([rows])
     assert inputs["layout"].groups == groups
-    assert inputs["layout"].unread == unread
     assert inputs["scored"].tolist() == scored
     assert len(inputs["input_ids"][0]) == len(inputs["position_ids"][0]) == sum(inputs["layout"].sizes())
     assert (inputs["shift_labels"] != IGNORED).sum() == sum(inputs["counts"])
-
-
-def test_only_tokens_before_the_first_scored_one_of_each_row_are_unread() -> None:
-    rows = [
-        {"input_ids": tokens(5, 0), "labels": [IGNORED, IGNORED, 3, IGNORED, 4]},
-        {"input_ids": tokens(4, 1), "labels": [IGNORED] * 4},
-        {"input_ids": tokens(3, 2), "labels": [IGNORED, IGNORED, 3]},
-        {"input_ids": tokens(3, 3), "labels": [1, 2, 3]},
-    ]
-    assert collate_rows(rows)["layout"].unread == (1, 3, 1, 0)
 
 
 def test_a_row_without_a_loss_counts_no_token() -> None:
@@ -234,34 +210,10 @@ def test_a_row_without_a_loss_counts_no_token() -> None:
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_a_model_has_the_attention_and_norms_of_its_device(kind: str) -> None:
+def test_a_model_has_the_attention_of_its_device(kind: str) -> None:
     model = model_of("llama")
     use_rows(model, kind)
     assert model.config._attn_implementation == (cpu_attention.NAME_ON_CPU if kind == "cpu" else attention.NAME)
-    assert ("forward" in vars(model.model.norm)) == (kind == "cpu")
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_last_block_computes_all_but_keys_and_values_only_for_tokens_that_predict(checkpointing: bool) -> None:
-    model, flat = model_of("llama"), FlatPairs()
-    use_rows(model, "cpu")
-    if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train()
-    inputs = flat.collate([pair(5, 3, 2)])
-    seen: list[list[int]] = [[], []]
-    for number, block in enumerate(model.model.layers):
-        for layer in (block.self_attn.q_proj, block.self_attn.k_proj, block.self_attn.o_proj, block.mlp.gate_proj):
-            layer.register_forward_pre_hook(lambda module, args, number=number: seen[number].append(args[0].shape[1]))
-    model(**flat.forward_arguments(model, inputs)).log_probs.sum().backward()
-    tokens = 5 + 2 + 1
-    # The prompt's last token predicts the first of both answers, and each answer's first ones the rest.
-    scored = 1 + 2 + 1
-    times = 2 if checkpointing else 1
-    assert seen == [[tokens] * 4 * times, [scored, tokens, scored, scored] * times]
-    seen[1].clear()
-    model(**flat.forward_arguments(model, flat.collate([pair(2, 9, 9)])))
-    assert seen[1] == [18] * 4  # all but one are needed
 
 
 def test_a_batch_of_fillers_has_no_loss_and_a_gradient_of_zero() -> None:
@@ -278,7 +230,6 @@ def test_processes_that_load_batches_send_where_the_rows_are() -> None:
     inputs["layout"].mask(torch.zeros(1, 1, 2, 8), 4, 4)
     received = pickle.loads(pickle.dumps(inputs))
     assert received["layout"].groups == inputs["layout"].groups
-    assert received["layout"].unread == inputs["layout"].unread != ()
     assert not received["layout"]._masks
 
 
@@ -466,19 +417,15 @@ def test_a_model_whose_small_copy_is_large_is_padded(monkeypatch: pytest.MonkeyP
     assert "million parameters, too many to try it out" in reason(monkeypatch, AutoConfig.for_model("llama", **SIZES))
 
 
-@pytest.mark.parametrize("prepare", ["use_rows", "use_cpu_kernels"])
-def test_what_cpus_compute_and_what_others_do_are_both_tried_out(prepare: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared = getattr(support, prepare)
+@pytest.mark.parametrize("name", [attention.NAME, cpu_attention.NAME_ON_CPU])
+def test_what_cpus_compute_and_what_others_do_are_both_tried_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = AttentionInterface._global_mapping[name]
 
-    def broken(model: Any, *arguments: Any) -> None:
-        prepared(model, *arguments)
-        row = model.lm_head.weight[1]
-        before = row.clone()
-        row.zero_()
-        if prepare == "use_rows":
-            monkeypatch.setattr(support, "use_cpu_kernels", lambda model: row.copy_(before))
+    def broken(*arguments: Any, **options: Any) -> Any:
+        attended, weights = attend(*arguments, **options)
+        return 1.5 * attended, weights
 
-    monkeypatch.setattr(support, prepare, broken)
+    monkeypatch.setitem(AttentionInterface._global_mapping, name, broken)
     assert "its logits differ by" in reason(monkeypatch, AutoConfig.for_model("llama", **SIZES))
 
 

@@ -179,8 +179,7 @@ def test_what_a_service_sends_becomes_values_in_one_function_only() -> None:
     local = {
         "request_files.py": "files of the user",
         "row_files.py": "files of the user",
-        "nodes/credential.py": "the agent's own file",
-        "nodes/identity.py": "a program of this machine",
+        "nodes/identity.py": "a program of this machine, and the agent's own file",
         "nodes/localize.py": "an order that was parsed, and events of a training here",
         "nodes/models.py": "the agent's own file",
         "nodes/outbox.py": "events of a training here",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl.jobs.inputs.of_methods.teachers import with_teacher
+from llama_stack_provider_trl.jobs.inputs.of_methods import with_teacher
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.resolve import resolve

@@ -25,8 +25,7 @@ from llama_stack_provider_trl_remote.nodes import agent as agents
 from llama_stack_provider_trl_remote.nodes import task as tasks
 from llama_stack_provider_trl_remote.nodes import uploader
 from llama_stack_provider_trl_remote.nodes.agent import Agent
-from llama_stack_provider_trl_remote.nodes.credential import CredentialFile
-from llama_stack_provider_trl_remote.nodes.identity import NodeError
+from llama_stack_provider_trl_remote.nodes.identity import CredentialFile, NodeError
 from llama_stack_provider_trl_remote.nodes.inputs import Inputs
 from llama_stack_provider_trl_remote.nodes.localize import PathMap
 from llama_stack_provider_trl_remote.nodes.outbox import Outbox

@@ -9,7 +9,7 @@ import pytest
 
 from llama_stack_provider_trl.specs.events import Failed, Finished, Paused, Reason
 from llama_stack_provider_trl.specs.work import GenerateSpec
-from llama_stack_provider_trl_remote.nodes import answer_uploads as module
+from llama_stack_provider_trl_remote.nodes import uploader as module
 from llama_stack_provider_trl_remote.wire import StageProgress as Going
 from llama_stack_provider_trl_remote.wire import TaskOrder
 from tests.fake_head import FakeHead, away, refusal

@@ -21,7 +21,7 @@ from llama_stack_provider_trl.jobs.store.database import Database
 from llama_stack_provider_trl.jobs.submission import Submitter
 from llama_stack_provider_trl.jobs.supervision import bayesian_trials
 from llama_stack_provider_trl.jobs.supervision.bayesian_trials import Proposals, ResolvedTrials
-from llama_stack_provider_trl.jobs.supervision.proposer_process import Proposer
+from llama_stack_provider_trl.jobs.supervision.proposer_process import ProposerProcess
 from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
 from llama_stack_provider_trl.requests import search as requested
 from llama_stack_provider_trl.requests.options import ProviderOptions
@@ -77,7 +77,7 @@ def at_once(function: Callable[[], ResolvedTrials]) -> Future[ResolvedTrials]:
 class Searching(World):
     """A data directory whose supervisor adds trials, as `start` has them proposed."""
 
-    start: Callable[[bytes], Proposer]
+    start: Callable[[bytes], ProposerProcess]
     begin_to: Any
 
     def __init__(self, root: Path) -> None:
@@ -86,7 +86,7 @@ class Searching(World):
         self.start = self._ask
         super().__init__(root)
 
-    def _ask(self, question: bytes) -> Proposer:
+    def _ask(self, question: bytes) -> ProposerProcess:
         self.posed.append(Answering(question))
         return self.posed[-1]
 
@@ -510,7 +510,7 @@ class Failing(Answering):
 def test_a_proposer_that_fails_is_tried_again_and_then_the_search_names_what_is_missing(world: Searching) -> None:
     tries: list[bytes] = []
 
-    def start(question: bytes) -> Proposer:
+    def start(question: bytes) -> ProposerProcess:
         tries.append(question)
         return Failing(question)
 
@@ -532,7 +532,7 @@ def test_a_proposer_that_fails_once_changes_nothing(world: Searching, tmp_path: 
     expected, _ = undisturbed(tmp_path / "other")
     failed: list[bytes] = []
 
-    def start(question: bytes) -> Proposer:
+    def start(question: bytes) -> ProposerProcess:
         if question not in failed:
             failed.append(question)
             return Failing(question)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.jobs.inputs.of_methods.teachers import with_teacher
+from llama_stack_provider_trl.jobs.inputs.of_methods import with_teacher
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings

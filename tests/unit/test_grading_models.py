@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.jobs.inputs.of_methods.grading_models import with_grading_models
+from llama_stack_provider_trl.jobs.inputs.of_methods import with_grading_models
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.launch.isolation import spec_paths
 from llama_stack_provider_trl.requests.options import ProviderOptions

@@ -10,8 +10,17 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import TrlError
-from llama_stack_provider_trl_remote.nodes.loan import SAVING_SECONDS, Loan, LoanTerms
-from llama_stack_provider_trl_remote.nodes.owner import OwnerWatch, Processes, ProcessTime, owner_load, spent, tree
+from llama_stack_provider_trl_remote.nodes.owner import (
+    SAVING_SECONDS,
+    Loan,
+    LoanTerms,
+    OwnerWatch,
+    Processes,
+    ProcessTime,
+    owner_load,
+    spent,
+    tree,
+)
 from llama_stack_provider_trl_remote.nodes.start import worker_settings
 from llama_stack_provider_trl_remote.wire import OwnerUse
 from tests.fakes import FakeClock

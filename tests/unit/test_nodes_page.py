@@ -11,7 +11,7 @@ import pytest
 
 from llama_stack_provider_trl.jobs.store.records import NodeMode
 from llama_stack_provider_trl_remote.service.cluster import membership, presence
-from llama_stack_provider_trl_remote.service.http.pool_bodies import AllocationRow, PoolRow
+from llama_stack_provider_trl_remote.service.http.node_bodies import AllocationRow, PoolRow
 from llama_stack_provider_trl_remote.service.pages import rendering
 from llama_stack_provider_trl_remote.wire import OwnerUse, Stage
 

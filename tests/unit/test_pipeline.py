@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl_remote.pipeline import KEYS, Placed, is_pipeline, place
 from llama_stack_provider_trl_remote.service.jobs.pipeline_steps import JOBS, SECTION, digest_of, resolved, steps_of
+from llama_stack_provider_trl_remote.submitting import KEYS, Placed, is_pipeline, place
 from tests.unit.pipeline_service import Json, Service
 
 

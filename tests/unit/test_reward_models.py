@@ -11,7 +11,7 @@ import pytest
 from llama_stack_provider_trl.errors import InvalidRequest, JobConflict
 from llama_stack_provider_trl.jobs.decisions.demands import Demand
 from llama_stack_provider_trl.jobs.inputs.bases import check_checkpoints
-from llama_stack_provider_trl.jobs.inputs.of_methods.reward_models import with_reward_models
+from llama_stack_provider_trl.jobs.inputs.of_methods import with_reward_models
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.launch.isolation import spec_paths
 from llama_stack_provider_trl.requests.options import ProviderOptions
@@ -42,7 +42,7 @@ def spec_of(model: str, store: Store | None, settings: Settings, name: str = "ne
     config = {"type": "grpo", "rewards": [{"model": model, "weight": 0.5}]}
     given = ProviderOptions.parse(options)
     resolution = resolve(request("org/policy", "dpo", name, algorithm_config=config), given, settings)
-    fields = with_reward_models(resolution.fields, given, settings, store)
+    fields = with_reward_models(resolution.fields, store)
     return JobSpec.of(**{**fields, "dataset": ROWS, "validation": None})
 
 

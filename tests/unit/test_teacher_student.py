@@ -9,9 +9,9 @@ import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.requests.work import EvaluateRequest, GenerateRequest, MergeRequest
-from llama_stack_provider_trl_remote.pipeline import is_pipeline
 from llama_stack_provider_trl_remote.service.jobs.pipeline_steps import steps_of
 from llama_stack_provider_trl_remote.service.jobs.teacher_student import OPTIONAL, REQUIRED, expanded
+from llama_stack_provider_trl_remote.submitting import is_pipeline
 from tests.tiny import REPOSITORY
 from tests.unit.pipeline_service import Service
 

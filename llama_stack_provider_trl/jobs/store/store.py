@@ -24,9 +24,7 @@ from ..decisions.placement import kind_of
 from ..decisions.states import ACTIVE, TERMINAL, TRANSITIONS, JobState
 from .database import Database, Execute
 from .datasets import RowOwners, count_rows, refuse_promised_name, use_rows
-from .machines.allocations import Allocations
-from .machines.nodes import Nodes
-from .machines.tasks import NodeTasks
+from .machines import Allocations, Nodes, NodeTasks
 from .monitoring.exports import Exports
 from .monitoring.totals import WAIT, Totals, observed
 from .monitoring.webhooks import Webhooks

@@ -35,12 +35,12 @@ from ...system.ownership import refuse_foreign
 from ..decisions.search import Ending, Generation, Trial, best_trial
 from ..decisions.states import JobState
 from ..inputs.bases import find_base
-from ..inputs.of_methods.models import with_models
+from ..inputs.of_methods import with_models
 from ..store.records import JobRecord
 from ..store.related.chains import AFTER
 from ..store.related.searches import NewTrial
 from ..store.store import NewJob, Store
-from .proposer_process import Proposer, ProposerProcess
+from .proposer_process import ProposerProcess
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class _Pending(NamedTuple):
     """The question about a generation of a search."""
 
     generation: Generation
-    running: Proposer | None = None
+    running: ProposerProcess | None = None
     failed: int = 0
     """Tries."""
     next_try: float = -math.inf
@@ -121,7 +121,7 @@ class Proposals:
         self,
         store: Store,
         settings: Settings,
-        start: Callable[[bytes], Proposer] = ProposerProcess,
+        start: Callable[[bytes], ProposerProcess] = ProposerProcess,
         clock: Callable[[], float] = time.monotonic,
         begin: Callable[[Callable[[], ResolvedTrials]], Future[ResolvedTrials]] = in_thread,
     ) -> None:
@@ -276,7 +276,7 @@ class Proposals:
         own, new = resolving.search.spec, []
         for trial, resolution in resolving.trials.result():
             try:
-                fields = with_models(resolution.fields, trial.options, self._settings, self._store)
+                fields = with_models(resolution.fields, self._settings, self._store)
             except InvalidRequest as error:
                 raise in_trial(trial, error) from error
             others = [(one.dataset, one.validation) for one in own.data.mixed_with]

@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from os import environ
 from tempfile import TemporaryFile
-from typing import Protocol
 
 from ...system.files import tail_of
 from ...system.process import child_environment
@@ -20,17 +19,8 @@ _ANSWER_BYTES = 1 << 20
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
-class Proposer(Protocol):
-    """A proposer at work."""
-
-    def answer(self) -> bytes | None:
-        """The answer; None: there is none yet. Raises ValueError: there will be none."""
-
-    def end(self) -> None: ...
-
-
 class ProposerProcess:
-    """Its files have no names, and it ends by itself: nothing is left of it after a kill of this process.
+    """A proposer at work. Its files have no names, and it ends by itself: a kill of this process leaves nothing of it.
 
     Args:
         question: on its standard input.
@@ -55,7 +45,7 @@ class ProposerProcess:
             )
 
     def answer(self) -> bytes | None:
-        """See `Proposer.answer`."""
+        """The answer; None: there is none yet. Raises ValueError: there will be none."""
         status = self._process.poll()
         if status is None and time.monotonic() < self._deadline:
             return None

@@ -27,7 +27,7 @@ tokenizer = AutoTokenizer.from_pretrained("DIR")
 
 def write_card(directory: Path, spec: JobSpec) -> None:
     """Write the card of the adapter that a job has trained. Raises OSError."""
-    base = _name(spec.source.model)
+    base = shown_name(spec.source.model)
     head = {"base_model": base, "library_name": "peft", "tags": ["trl", spec.algorithm]}
     head |= {} if spec.trains_reward else {"pipeline_tag": "text-generation"}
     rows = [("method", spec.algorithm), *(("rows", _rows(one)) for one in spec.data.mixed)]
@@ -49,6 +49,6 @@ def _rows(mixed: MixedDataset) -> str:
     return f"{found.num_rows} of `{found.dataset_id}`, sha256 `{found.sha256}`"
 
 
-def _name(model: str) -> str:
+def shown_name(model: str) -> str:
     """A model without the directories of this machine."""
     return "/".join(Path(model).parts[-2:]) if Path(model).is_absolute() else model

@@ -20,9 +20,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.exports import ADAPTER_GGUF, ExportTarget, GgufType
+from ..checkpoint.adapter_card import shown_name
 from ..model.saving import describe
 from .architectures import ARCHITECTURES, architecture_of, in_gguf, names_in_gguf
-from .card import shown_name
 from .gguf_file import check_installed, encoded, file_type, metadata
 from .proof import failed
 from .reference import Trained

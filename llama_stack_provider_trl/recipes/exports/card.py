@@ -12,6 +12,7 @@ import yaml
 from ...specs.job import DatasetRef, JobSpec, MixedDataset
 from ...specs.promotion import CheckedCondition
 from ...system.bounded_yaml import check_levels
+from ..checkpoint.adapter_card import shown_name
 from .reference import Trained
 
 CARD, LINEAGE = "README.md", "lineage.json"
@@ -149,11 +150,6 @@ def _identity(rows: DatasetRef) -> dict[str, Any]:
 
 def _described(rows: Mapping[str, Any]) -> str:
     return f"{rows['rows']} of `{rows['id']}`, sha256 `{rows['sha256']}`"
-
-
-def shown_name(model: str) -> str:
-    """A model without the directories of this machine."""
-    return "/".join(Path(model).parts[-2:]) if Path(model).is_absolute() else model
 
 
 def _job(made_by: Any) -> str | None:

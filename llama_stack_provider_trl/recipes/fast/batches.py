@@ -5,7 +5,6 @@ The last token of a row is not computed, since it predicts nothing, and the head
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -57,7 +56,7 @@ class FlatAnswers:
 
 def forward_arguments(inputs: Inputs) -> Inputs:
     """Arguments of a forward that scores a batch: log-probabilities have shape (1, scored)."""
-    names = ("input_ids", "position_ids", "scored", "last_tokens", "shift_labels", "layout")
+    names = ("input_ids", "position_ids", "scored", "shift_labels", "layout")
     return {**{name: inputs[name] for name in names}, "use_cache": False, "fused_lm_head": True}
 
 
@@ -175,23 +174,12 @@ class _Sequence:
         self.positions.extend(range(position, position + len(ids)))
 
     def inputs(self) -> Inputs:
-        """`input_ids` and `position_ids` of shape (1, tokens), `scored` (scored,), `last_tokens`, each of them once,
-        `shift_labels` (1, scored), and the `layout`. Something is always scored: where the loss covers nothing, the
-        first token, with the label -100."""
+        """`input_ids` and `position_ids` of shape (1, tokens), `scored` (scored,), `shift_labels` (1, scored), and the
+        `layout`. Something is always scored: where the loss covers nothing, the first token, with the label -100."""
         return {
             "input_ids": torch.tensor([self.ids]),
             "position_ids": torch.tensor([self.positions]),
             "scored": torch.tensor(self.scored or [0]),
-            "last_tokens": torch.tensor(sorted(set(self.scored)) or [0]),
             "shift_labels": torch.tensor([self.labels or [IGNORED]]),
-            "layout": self._layout(),
+            "layout": Layout(self.groups),
         }
-
-    def _layout(self) -> Layout:
-        sizes, scored = Layout(self.groups).sizes(), sorted(self.scored)
-        unread, end = [], 0
-        for size in sizes:
-            start, end = end, end + size
-            first = bisect_left(scored, start)
-            unread.append(min(scored[first], end) - start if first < len(scored) else size)
-        return Layout(self.groups, unread)

@@ -4,14 +4,13 @@ than keys.
 With a mask it computes every product, and half of those within an answer are hidden. Here the queries of a row meet
 the shared prefix in one call without a mask, and their own tokens in another, which is causal; the two outputs are
 merged by the logarithms of their sums (flash attention, arXiv:2205.14135; cascade inference does the same). Nothing is
-concatenated, and the queries that nothing reads are left out. Rows of one length that follow each other and are
-computed whole are one call: the kernel's backward pass divides the heads of a call among threads, and two threads have
-3 and 2 of 5 heads of one row, but 10 each of four rows.
+concatenated. Rows of one length that follow each other are one call: the kernel's backward pass divides the heads of a
+call among threads, and two threads have 3 and 2 of 5 heads of one row, but 10 each of four rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -23,8 +22,6 @@ from .layout import Layout
 
 NAME_ON_CPU = f"{NAME}_on_cpu"
 """Of this implementation, in the configuration of a model that trains."""
-_WORTH_SKIPPING = 32
-"""Queries: a call for so few takes as long as one for none."""
 
 
 def attend_on_cpu(
@@ -35,15 +32,9 @@ def attend_on_cpu(
     attention_mask: torch.Tensor | None,
     *,
     layout: Layout | None = None,
-    unread: Sequence[int] = (),
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What `attend_in_rows` does, with the same arguments. That computes what this cannot.
-
-    Args:
-        unread: tokens at the beginning of each part of the sequence whose output nothing reads; where that saves time
-            it is 0.
-    """
+    """What `attend_in_rows` does, with the same arguments. That computes what this cannot."""
     check_scores(module, attention_mask, options)
     is_fp32 = query.dtype is key.dtype is value.dtype is torch.float32
     # What `scaled_dot_product_attention` checks before it calls this kernel.
@@ -59,7 +50,7 @@ def attend_on_cpu(
     if query.shape[1] != key.shape[1]:
         repeats = query.shape[1] // key.shape[1]
         key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
-    attended: torch.Tensor = _Attention.apply(query, key, value, _planned(layout, unread), options.get("scaling"))
+    attended: torch.Tensor = _Attention.apply(query, key, value, _planned(layout), options.get("scaling"))
     return attended, None
 
 
@@ -73,59 +64,52 @@ class _Span(NamedTuple):
 
 
 class _Queries(NamedTuple):
-    """Queries that are next to each other. Each attends to all tokens of two spans before them, and of its own span to
-    those up to itself."""
+    """The queries of a row, or of rows of one length. Each attends to all tokens of a shared prefix, and of its own row
+    to those up to itself."""
 
     own: _Span
-    skipped: _Span
-    """The tokens of their part of the sequence before them."""
     shared: _Span
-    """A prefix that another part has."""
+    """A prefix that another part of the sequence has; empty: there is none."""
     rows: int = 1
-    """How many rows of one length `own` has, which are whole and attend to nothing before them."""
+    """How many rows of one length `own` has, which attend to nothing before them."""
 
     def calls(self) -> Iterator[tuple[_Span, bool]]:
         """The keys of each call of the kernel, and whether it is causal; the first one is."""
         yield self.own, True
-        yield from ((span, False) for span in (self.skipped, self.shared) if span.size)
+        if self.shared.size:
+            yield self.shared, False
 
     def can_be_joined_with(self, row: _Queries) -> bool:
         """Whether a later row can be computed in the same call."""
-        look_back = any(span.size for one in (self, row) for span in (one.skipped, one.shared))
+        look_back = self.shared.size or row.shared.size
         return not look_back and self.own.end == row.own.begin and self.own.size == self.rows * row.own.size
 
 
-class _CallPlan(NamedTuple):
-    """How the attention of a sequence is computed."""
-
-    queries: list[_Queries]
-    is_whole: bool
-    """Whether every token is a query."""
-
-
-def _planned(layout: Layout, unread: Sequence[int]) -> _CallPlan:
-    skips = iter(unread or [0] * len(layout.sizes()))
+def _planned(layout: Layout) -> list[_Queries]:
     queries: list[_Queries] = []
     end = 0
     for prefix, continuations in layout.groups:
         shared = _Span(end, end + prefix)
         for number, size in enumerate(continuations):
             begin, end = end, end + size + (0 if number else prefix)
-            skip = next(skips)
-            first = begin + skip if skip >= _WORTH_SKIPPING else begin
-            if first < end:
-                found = _Queries(_Span(first, end), _Span(begin, first), shared if number else _Span(0, 0))
-                if queries and queries[-1].can_be_joined_with(found):
+            if begin < end:
+                row = _Queries(_Span(begin, end), shared if number else _Span(0, 0))
+                if queries and queries[-1].can_be_joined_with(row):
                     last = queries.pop()
-                    found = last._replace(own=_Span(last.own.begin, end), rows=last.rows + 1)
-                queries.append(found)
-    return _CallPlan(queries, sum(one.own.size for one in queries) == end)
+                    row = last._replace(own=_Span(last.own.begin, end), rows=last.rows + 1)
+                queries.append(row)
+    return queries
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: _CallPlan, scaling: float | None
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: list[_Queries],
+        scaling: float | None,
     ) -> torch.Tensor:
         """The output, shape (1, tokens, heads, head size).
 
@@ -133,9 +117,8 @@ class _Attention(torch.autograd.Function):
             query: shape (1, heads, tokens, head size), as `key` and `value`.
         """
         _, heads, tokens, size = query.shape
-        new = query.new_empty if plan.is_whole else query.new_zeros
-        attended, log_sums = new(1, tokens, heads, size), new(1, tokens, heads)
-        for queries in plan.queries:
+        attended, log_sums = query.new_empty(1, tokens, heads, size), query.new_empty(1, tokens, heads)
+        for queries in plan:
             rows, own = queries.rows, _cut(query, queries.own, queries.rows)
             found = (
                 _forward(own, _cut(key, span, rows), _cut(value, span, rows), 0.0, is_causal, scale=scaling)
@@ -151,27 +134,22 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, attended, log_sums = ctx.saved_tensors
-        new = query.new_empty if ctx.plan.is_whole else query.new_zeros
         # As the layers before have them: the heads of a token next to each other.
-        of_query, *of_others = (new(attended.shape).transpose(1, 2) for _ in range(3))
+        of_query, *of_others = (query.new_empty(attended.shape).transpose(1, 2) for _ in range(3))
         gradient, attended, log_sums = (tensor.transpose(1, 2) for tensor in (*gradients, attended, log_sums))
-        for queries in ctx.plan.queries:
+        for queries in ctx.plan:
             rows = queries.rows
             given, own, *sums = (_cut(tensor, queries.own, rows) for tensor in (gradient, query, attended, log_sums))
             for span, is_causal in queries.calls():
                 # With the sums over all keys, each call gives its part of the gradients.
-                of_own, *parts = _backward(
+                parts = _backward(
                     given, own, _cut(key, span, rows), _cut(value, span, rows), *sums, 0.0, is_causal, scale=ctx.scaling
                 )
-                _put(of_own, _cut(of_query, queries.own, rows), adds=not is_causal)
-                for part, whole in zip(parts, of_others, strict=True):
-                    _put(part, _cut(whole, span, rows), adds=span is queries.shared)
+                places = (_cut(of_query, queries.own, rows), *(_cut(whole, span, rows) for whole in of_others))
+                for part, place in zip(parts, places, strict=True):
+                    # The causal call of a row comes first, and that of a prefix before those of the rows that share it.
+                    place.copy_(part) if is_causal else place.add_(part)
         return of_query, *of_others, None, None
-
-
-def _put(part: torch.Tensor, place: torch.Tensor, *, adds: bool) -> None:
-    """Write gradients of a span, or add them to those that another call has written."""
-    place.add_(part) if adds else place.copy_(part)
 
 
 _forward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -36,14 +36,8 @@ class Layout:
     A class of its own, and no tuple: accelerate, FSDP2 and pinned memory rebuild tuples, and leave other objects alone.
     """
 
-    def __init__(self, groups: Sequence[Group], unread: Sequence[int] = ()) -> None:
-        """
-        Args:
-            unread: tokens at the beginning of each part (`sizes`) that predict nothing which the loss covers; none
-                given: not known.
-        """
+    def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = tuple(groups)
-        self.unread = tuple(unread)
         self._masks: dict[tuple[int, int, int, torch.dtype, torch.device], torch.Tensor] = {}
         self._places: dict[torch.device, Places] = {}
 
@@ -95,8 +89,8 @@ class Layout:
             self._places[device] = Places(query_bounds, key_bounds, max(queries), max(keys), taken)
         return self._places[device]
 
-    def __reduce__(self) -> tuple[type[Layout], tuple[tuple[Group, ...], tuple[int, ...]]]:
-        return Layout, (self.groups, self.unread)  # processes that load batches send no masks
+    def __reduce__(self) -> tuple[type[Layout], tuple[tuple[Group, ...]]]:
+        return Layout, (self.groups,)  # processes that load batches send no masks
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

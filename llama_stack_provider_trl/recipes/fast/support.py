@@ -14,8 +14,10 @@ from ...specs.methods import METHODS
 from ...specs.model_source import ModelSource
 from ..model.attention import balances_experts, is_causal_throughout
 from ..model.loading import load_config, with_depth
+from .attention import NAME
 from .batches import FlatPairs
-from .model import use_cpu_kernels, use_rows
+from .cpu_attention import NAME_ON_CPU
+from .model import use_rows
 
 _TOLERANCE = 1e-5
 """Largest difference of a logit from that of a row alone, relative to the largest one. Rounding in fp32 is 1e-6."""
@@ -167,10 +169,11 @@ def _difference(model: PreTrainedModel) -> str:
         alone = torch.cat([_logits_alone(model, prompt, answer) for prompt, answer in rows])
         use_rows(model, "cuda")
         inputs = FlatPairs().collate(pairs)
-        arguments = {name: inputs[name] for name in ("input_ids", "position_ids", "scored", "last_tokens", "layout")}
-        together = [model(**arguments, use_cache=False).logits[0]]
-        use_cpu_kernels(model)
-        together.append(model(**arguments, use_cache=False).logits[0])
+        arguments = {name: inputs[name] for name in ("input_ids", "position_ids", "scored", "layout")}
+        together = []
+        for name in (NAME, NAME_ON_CPU):
+            model.set_attn_implementation(name)
+            together.append(model(**arguments, use_cache=False).logits[0])
     # Whatever device the job has, so that all machines find the same.
     error = max(float((one - alone).abs().max() / alone.abs().max()) for one in together)
     return "" if error <= _TOLERANCE else f"its logits differ by {error:.1e} of the largest"

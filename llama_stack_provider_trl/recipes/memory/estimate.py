@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
 
 from ...specs.job import JobSpec
 from ...specs.memory import MemoryEstimate
+from ...specs.model_source import ModelSource
 from ...specs.optimizer_state import moment_bytes
+from ...specs.rewards import RewardModel
+from ..fast.attention import accumulator_bytes
+from ..fast.layout import Layout
+from ..model.configs import invalid_model
 from ..model.fsdp import keeps_whole_gradients, num_shards, ranks_per_machine
-from ..model.loading import WeightStorage
+from ..model.loading import DTYPES, WeightStorage, auto_class, load_config
 from ..model.vllm_process import CPU_CACHE_GIB
 from ..trainer.loader import num_workers
 from ..trainer.reference import precomputes
-from .attention import flash_bytes
-from .reward_models import reward_sizes
+from ..trainer.reward_models import storage_of
 from .trace import Batch, Traced, Window, is_quantized, loads_reference
 from .trace_cache import trace
 
@@ -318,3 +327,58 @@ def _outer_bytes(spec: JobSpec, model: Traced) -> int:
 
 def _export_bytes(spec: JobSpec) -> int:
     return 4 if spec.compute.dtype == "fp32" else 2
+
+
+def flash_bytes(spec: JobSpec, batch: Batch, kind: str) -> int:
+    """Bytes for which each attention of a backward pass has a use of its own; 0: it is not by flash kernels, or not in
+    a fixed order.
+
+    Raises:
+        JobFailure: invalid_model.
+    """
+    if kind != "cuda" or spec.compute.dtype == "fp32" or not spec.compute.padding_free:
+        return 0
+    config: Any = load_config(spec.source).get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int) or heads < 1:
+        return 0  # it has no attention
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    groups = batch.groups or ((0, (batch.tokens,)),) * batch.sequences
+    return accumulator_bytes(Layout(groups).sizes(), heads, head_size)
+
+
+def reward_sizes(spec: JobSpec) -> list[int]:
+    """Bytes of the weights of each, without its adapter. A grader's model that another job has not written yet is left
+    out: it is there when the job starts. Raises JobFailure: invalid_model."""
+    bytes_each = storage_of(spec.compute.dtype).dtype.itemsize
+    found = [_parameters(_source(model), is_reward=True) * bytes_each for model in spec.method.reward_models]
+    own_bytes = DTYPES[spec.compute.dtype].itemsize
+    for model in spec.method.grading_models:
+        if model.made_by is None or (model.directory / "config.json").is_file():
+            found.append(_parameters(model.source, is_reward=False) * own_bytes)
+    return found
+
+
+def _source(model: RewardModel) -> ModelSource:
+    """What has the sizes of a reward model: its own files, once its job has written them, else what that began with."""
+    if model.base is not None:
+        return model.base
+    if model.trained_from is None or (model.own.directory / "config.json").is_file():
+        return model.own
+    return ModelSource(**dict(model.trained_from))
+
+
+@lru_cache(maxsize=16)
+def _parameters(source: ModelSource, *, is_reward: bool) -> int:
+    config = copy.deepcopy(load_config(source))
+    auto, head = auto_class(config, is_reward=is_reward)
+    if is_reward:
+        config.num_labels = head["num_labels"]
+    try:
+        with torch.device("meta"):
+            model = auto.from_config(config, trust_remote_code=source.trust_remote_code)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise invalid_model(
+            source.model, f"its config.json describes no {'reward' if is_reward else 'language'} model", error
+        ) from error
+    return sum(weight.numel() for weight in model.parameters())

@@ -7,6 +7,7 @@ TRL's, on given answers (tests/process/test_grpo.py).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -14,18 +15,18 @@ from typing import Any, NamedTuple
 import torch
 
 from ...specs.answer_rows import RowsOnDemand
-from ...specs.event_fields import MAX_REWARDS, MAX_ROLLOUT
-from ...specs.events import RolledOut, RolloutAnswer, Warned
+from ...specs.event_fields import MAX_CALLS, MAX_REWARDS, MAX_ROLLOUT
+from ...specs.events import RolledOut, RolloutAnswer, RolloutCall, RolloutTurn, Warned
 from ...specs.grading.grading import Replied
 from ...specs.job import JobSpec
 from ...specs.methods import GrpoSpec
 from ...specs.rewards import checks_of
+from ...specs.rows import Message
 from ..distributed import ranks
 from .answering import AnswersPrompts
 from .importance import Correction
 from .reference import is_needed, load_reference
 from .rewards import Rewards, Scores
-from .rollouts import is_reported, turns_of
 from .trl_patches import fuse_head
 from .vllm_policy import VllmPolicy
 
@@ -335,3 +336,33 @@ class GrpoRecipe(AnswersPrompts):
         for sums, number in ((of_answers, weighted.numel()), (of_prompts, len(weighted))):
             moved = {name: value.to(device) for name, value in sums.items()}
             self.add_metrics(moved, torch.tensor(float(number), device=device))
+
+
+_MOST_REPORTED = 100
+"""Steps of a job whose answers are reported, beside the first and the last one."""
+
+
+def is_reported(step: int, total: int) -> bool:
+    """Whether the answers of an optimizer step are: of the first, the last, and at most 100 at even distances.
+
+    Args:
+        step: from 1.
+        total: steps of the job.
+    """
+    return step in (1, total) or step % max(1, -(-total // _MOST_REPORTED)) == 0
+
+
+def turns_of(prompt: Sequence[Message]) -> list[RolloutTurn]:
+    """The last turns of a prompt."""
+    return [
+        RolloutTurn(
+            role=turn["role"],
+            content=turn["content"],
+            reasoning=turn.get("reasoning") or "",
+            calls=[
+                RolloutCall(name=call["name"], arguments=json.dumps(call["arguments"], ensure_ascii=False))
+                for call in (turn.get("tool_calls") or ())[:MAX_CALLS]
+            ],
+        )
+        for turn in prompt[-MAX_ROLLOUT:]
+    ]

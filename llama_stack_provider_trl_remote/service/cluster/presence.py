@@ -83,7 +83,7 @@ class Presence:
         return self._clock() - self._others
 
     def has_called(self, node: str) -> bool:
-        """Seconds since the start of this process."""
+        """Whether a node has called since the start of this process."""
         return node in self._calls
 
     def forget(self, node: str) -> None:

@@ -1,4 +1,5 @@
-"""Finds the rows that a request names: registered, uploaded, or those that another job is to make."""
+"""Finds the rows that a request names: registered, uploaded, or those that another job is to make; and keeps those that
+a job has made."""
 
 from __future__ import annotations
 
@@ -7,10 +8,12 @@ from contextlib import suppress
 
 from llama_stack_provider_trl.jobs.inputs.made_rows import promised_rows
 from llama_stack_provider_trl.jobs.inputs.merges import no_rows
+from llama_stack_provider_trl.jobs.store.records import JobRecord
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.jobs.submission import Datasets
 from llama_stack_provider_trl.requests.data import rows_job_of
 from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowNames, RowUse
+from llama_stack_provider_trl.specs.work import ROWS
 from llama_stack_provider_trl.system.offload import in_work_thread
 
 from ..datasets.blobs import Blobs
@@ -56,3 +59,19 @@ class RowSources:
         """The rows of a job that reads none."""
         await in_work_thread(self._space.require, Use.ordered, self._blobs.directory)
         return await in_work_thread(no_rows, self._blobs.directory), []
+
+
+def keep_result(datasets: DatasetRegistry, job: JobRecord) -> None:
+    """Register the dataset that a job has made, before the job counts as completed.
+
+    Raises:
+        InvalidRequest, JobConflict, StoreError.
+    """
+    if (dataset_id := job.spec.does.made_dataset) is not None:
+        datasets.register_made(
+            dataset_id,
+            job.spec.checkpoint_dir / ROWS,
+            (job.result or {}).get("dataset") or {},
+            job.job_uuid,
+            job.created_by,
+        )

@@ -12,7 +12,7 @@ from llama_stack_provider_trl.jobs.decisions.pools import Allocation, node_names
 from ..cluster.pools import PoolReport, Pools
 from ..dependencies import PoolsDep
 from ..http.errors import declared
-from ..http.pool_bodies import AllocationRow, ListPoolsResponse, PoolRow
+from ..http.node_bodies import AllocationRow, ListPoolsResponse, PoolRow
 from ..security.access import USERS, GuardedRoute
 from .jobs import as_json
 

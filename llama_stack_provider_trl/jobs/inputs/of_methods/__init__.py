@@ -1,1 +1,0 @@
-"""The models that a training method reads beside its own."""

@@ -1,1 +1,0 @@
-"""The machines of a service in its job database."""
