@@ -320,8 +320,8 @@ def test_an_adapter_alone_is_added_to_the_gguf_file_of_its_base(
     assert not list((tmp_path / "checkpoints").glob(f"{EXPORTING}*"))
 
 
-def _answers(trained: Trained, model: Any) -> list[Expected]:
-    return [Expected(prompt, *greedy(model, prompt.ids, 24, trained.ends)) for prompt in trained.prompts()]
+def _answers(trained: Trained, model: Any, most: int) -> list[Expected]:
+    return [Expected(prompt, *greedy(model, prompt.ids, most, trained.ends)) for prompt in trained.prompts()]
 
 
 @pytest.mark.skipif(not llamacpp.is_installed(), reason="the extra llamacpp is not installed")
@@ -330,14 +330,14 @@ def _answers(trained: Trained, model: Any) -> list[Expected]:
 def test_llama_cpp_switches_between_adapters_with_each_request(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, of: str
 ) -> None:
-    model, scale, kind = tiny_decoder("llama"), 0.1, "f32"
-    monkeypatch.setattr(reference, "GREEDY_TOKENS", 24)  # of the exports' own comparisons, as of those below
+    model, scale, kind, most = tiny_decoder("llama"), 0.1, "f32", 24
     if of == "smollm2":
-        model, scale, kind = quickstart_model(tmp_path_factory), 0.01, "f16"
+        model, scale, kind, most = quickstart_model(tmp_path_factory), 0.01, "f16", 8
+    monkeypatch.setattr(reference, "GREEDY_TOKENS", most)  # of the exports' own comparisons, as of those below
     result(exported(tmp_path / "base", model, kind=kind))
     trained = Trained(job_spec(tmp_path, model, token_cache=None))
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    expected = {None: _answers(trained, base)}
+    expected = {None: _answers(trained, base, most)}
     files = list[Path]()
     for number, modules in enumerate((["q_proj", "down_proj"], ["v_proj", "up_proj"])):
         root = tmp_path / f"adapter-{number}"
@@ -345,7 +345,7 @@ def test_llama_cpp_switches_between_adapters_with_each_request(
         result(exported(root, model, "lora-gguf", adapter))
         files.append(root / "checkpoints" / "final" / "adapter.gguf")
         adapted = PeftModel.from_pretrained(base, str(adapter)).eval()
-        expected[number] = _answers(trained, adapted)
+        expected[number] = _answers(trained, adapted, most)
         base = adapted.unload()
     assert len({tuple(tuple(one.tokens) for one in answers) for answers in expected.values()}) == 3
     with closing(LlamaCppReader(tmp_path / "base" / "checkpoints" / "final", 512, 1, files)) as reader:
