@@ -41,6 +41,7 @@ from ..system.offload import caller_name, in_work_thread
 from ..system.ownership import refuse_foreign
 from .inputs.bases import find_base
 from .inputs.damaged_models import refuse_damaged
+from .inputs.exported_models import refuse_unmapped
 from .inputs.harness import with_task_files
 from .inputs.made_rows import refuse_split, refuse_unknown_rows, shard_of
 from .inputs.merges import bases_of, jobs_of, no_rows
@@ -394,6 +395,8 @@ def _resolution(
         resolution = resolve_work(request, work, options, settings, named, makers)
     own = models[0] if work and work.merging else Base(resolution.fields["source"], resolution.fields["adapter"])
     refuse_damaged(model.field, model.value, own)
+    if work is not None and work.exporting is not None:
+        refuse_unmapped(model.field, model.value, work.exporting.target, own.source, store)
     resolution = replace(resolution, fields=with_models(resolution.fields, settings, store))
     refuse_foreign(settings.data_dir, resolution.fields["checkpoint_dir"])
     return resolution

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from llama_stack_provider_trl.system.files import is_whole
 from llama_stack_provider_trl_remote.cli.main import main
+from tests.census import assert_clean
 from tests.contract.crashing import CrashingService
 from tests.contract.payloads import LORA, QUESTIONS, sft
 from tests.contract.service import TrainingService, running
-from tests.contract.stack import SFT
+from tests.contract.stack import SFT, poll
 from tests.hub_server import serve
 from tests.required import IN_FULL
 from tests.tiny import tiny_model
@@ -66,6 +68,39 @@ def test_the_result_of_a_job_is_exported_by_one_command(
         answer = server.post("/post-training/export", unmapped)
         assert answer.status_code == 400
         assert "gguf_type='f16' is not supported: safetensors keeps the type" in answer.text
+
+
+@IN_FULL
+def test_a_service_and_an_exporter_that_are_killed_leave_no_half_export_and_no_device_taken(tmp_path: Path) -> None:
+    server = CrashingService(tmp_path)
+    with closing(server.store), running(server):
+        for point in ("written-final", "exporting-final"):
+            server.arm(point, "hold")
+        body = {"job_uuid": "out", "model": str(tiny_model()), "to": "gguf"}
+        assert server.post("/post-training/export", body, options={"retries": 1}).status_code == 200
+        final = Path(server.status("out")["resources_allocated"]["effective_config"]["checkpoint_dir"]) / "final"
+
+        server.wait_taken("written-final", server.patience)
+        server.kill()
+        server.kill_tasks()
+        assert not final.exists()
+        server.restart()
+
+        server.wait_taken("exporting-final", server.patience)
+        server.kill()
+        assert not final.exists()
+        server.go("exporting-final")
+        poll(final.exists, "the exporter, which nobody has killed, puts its export in place", server.patience)
+        server.restart()
+
+        server.wait_until_it_answers()
+        assert server.wait("out", "completed", timeout=60)["resources_allocated"]["attempt"] == 2
+        assert is_whole(final)
+        assert [path.name for path in final.parent.iterdir()] == ["final"]
+        assert_clean(server.data_dir)
+        question = [{"role": "user", "content": "What is two?"}]
+        chat = {"model": str(tiny_model()), "messages": question, "max_tokens": 4}
+        assert server.post("/chat/completions", chat, prefix="/openai/v1").status_code == 200
 
 
 class Online(TrainingService):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,3 +51,25 @@ def test_an_export_in_a_file_waits_for_the_evaluations_that_decide(here: InProce
     assert answer.status == 400
     assert "promote_if.0.evaluation=" in answer.text
     assert "/checkpoint-1: name an evaluation of the same model" in answer.text
+
+
+def test_an_export_of_an_unmapped_model_is_refused_before_the_model_is_trained(here: InProcess, tmp_path: Path) -> None:
+    config = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+    (mixtral := tmp_path / "checkpoints" / "mixtral").mkdir(parents=True)
+    (mixtral / "config.json").write_text(json.dumps(config))
+    (mixtral / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    tune, further = job(model=str(mixtral)), job(model="job:tune")
+    for jobs, model, target in (
+        ({"tune": {**tune, "algorithm_config": LORA}}, "job:tune", "lora-gguf"),
+        ({"tune": tune, "further": further}, "job:further", "gguf"),
+        ({"tune": tune}, "job:tune", "vllm"),
+    ):
+        refused = here.refused({"jobs": {**jobs, "out": {"kind": "export", "model": model, "to": target}}})
+        assert "jobs.out.model='job:" in refused
+        assert "its model_type is 'mixtral', and " in refused
+        assert "llama, mistral, phi3, qwen2, qwen3, qwen3_moe: export it to safetensors" in refused
+    out = {"kind": "export", "model": "job:tune", "to": "safetensors"}
+    (mixtral / "config.json").write_text(json.dumps({**config, "vision_config": {}}))
+    assert "'mixtral', which reads images, too" in here.refused({"jobs": {"tune": tune, "out": out}})
+    (mixtral / "config.json").write_text(json.dumps(config))
+    assert len(here.run({"jobs": {"tune": tune, "out": out}})) == 2

@@ -22,13 +22,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes.exports import adapter as adapter_files
 from llama_stack_provider_trl.recipes.exports import attempt, gguf_file, llamacpp, reference
-from llama_stack_provider_trl.recipes.exports.architectures import rope_factors
+from llama_stack_provider_trl.recipes.exports.architectures import ARCHITECTURES, rope_factors
 from llama_stack_provider_trl.recipes.exports.llamacpp import LlamaCppReader
 from llama_stack_provider_trl.recipes.exports.proof import AnsweredToken, compared
 from llama_stack_provider_trl.recipes.exports.readers import TransformersReader
 from llama_stack_provider_trl.recipes.exports.reference import Expected, Prompt, Trained, greedy
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Event, Failed, Finished, Progress
-from llama_stack_provider_trl.specs.exports import EXPORT_RECORD, EXPORTING, GGUF_FILE, ExportSpec
+from llama_stack_provider_trl.specs.exports import EXPORT_RECORD, EXPORTING, GGUF_FILE, MAPPED_MODEL_TYPES, ExportSpec
 from llama_stack_provider_trl.specs.job import DatasetRef, MixedDataset, ShareSpec
 from llama_stack_provider_trl.specs.model_source import AdapterSpec
 from llama_stack_provider_trl.specs.promotion import CheckedCondition
@@ -41,6 +41,7 @@ from tests.tiny_vision import tiny_vision_model
 from tests.training import LORA, SFT_ROWS, dataset, job_spec, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 REPORTED = (
     "type", "read_by", "logits_difference", "largest_logits_difference", "greedy_tokens", "equal_greedy_tokens"
 )  # fmt: skip
@@ -96,12 +97,29 @@ def adapter_of(model: Path, path: Path, *, scale: float, **settings: Any) -> Pat
     return path
 
 
-@pytest.mark.parametrize(
-    "model_type", ["llama", "gemma2", *in_full("mistral", "qwen2", "qwen3", "gemma3_text", "phi3")]
-)
+def mapped(model_type: str, root: Path) -> Path:
+    """A tiny random model of a mapped architecture.
+
+    One with experts prefers some of them clearly: where two are almost as good, rounding alone chooses another one.
+    """
+    if model_type != "qwen3_moe":
+        return tiny_decoder(model_type)
+    path = root / "experts"
+    shutil.copytree(tiny_decoder(model_type, **EXPERTS), path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                weight.mul_(8)
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("model_type", sorted({"llama", "gemma2", "qwen3_moe", *in_full(*MAPPED_MODEL_TYPES)}))
 @pytest.mark.parametrize("kind", ["f16", *in_full("f32", "bf16", "q8_0")])
 def test_a_gguf_file_answers_as_the_model(tmp_path: Path, model_type: str, kind: str) -> None:
-    events = exported(tmp_path, tiny_decoder(model_type), kind=kind)
+    assert set(MAPPED_MODEL_TYPES) == set(ARCHITECTURES)
+    events = exported(tmp_path, mapped(model_type, tmp_path), kind=kind)
     found = result(events)
     final = tmp_path / "checkpoints" / "final"
     assert is_whole(final)
@@ -302,23 +320,24 @@ def test_an_adapter_alone_is_added_to_the_gguf_file_of_its_base(
     assert not list((tmp_path / "checkpoints").glob(f"{EXPORTING}*"))
 
 
-def _answers(trained: Trained, model: Any) -> list[Expected]:
-    return [Expected(prompt, *greedy(model, prompt.ids, 24, trained.ends)) for prompt in trained.prompts()]
+def _answers(trained: Trained, model: Any, most: int) -> list[Expected]:
+    return [Expected(prompt, *greedy(model, prompt.ids, most, trained.ends)) for prompt in trained.prompts()]
 
 
 @pytest.mark.skipif(not llamacpp.is_installed(), reason="the extra llamacpp is not installed")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("of", ["tiny", *in_full("smollm2")])
 def test_llama_cpp_switches_between_adapters_with_each_request(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, of: str
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, of: str
 ) -> None:
-    model, scale, kind = tiny_decoder("llama"), 0.1, "f32"
+    model, scale, kind, most = tiny_decoder("llama"), 0.1, "f32", 24
     if of == "smollm2":
-        model, scale, kind = quickstart_model(tmp_path_factory), 0.01, "f16"
+        model, scale, kind, most = quickstart_model(tmp_path_factory), 0.01, "f16", 8
+    monkeypatch.setattr(reference, "GREEDY_TOKENS", most)  # of the exports' own comparisons, as of those below
     result(exported(tmp_path / "base", model, kind=kind))
     trained = Trained(job_spec(tmp_path, model, token_cache=None))
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    expected = {None: _answers(trained, base)}
+    expected = {None: _answers(trained, base, most)}
     files = list[Path]()
     for number, modules in enumerate((["q_proj", "down_proj"], ["v_proj", "up_proj"])):
         root = tmp_path / f"adapter-{number}"
@@ -326,7 +345,7 @@ def test_llama_cpp_switches_between_adapters_with_each_request(
         result(exported(root, model, "lora-gguf", adapter))
         files.append(root / "checkpoints" / "final" / "adapter.gguf")
         adapted = PeftModel.from_pretrained(base, str(adapter)).eval()
-        expected[number] = _answers(trained, adapted)
+        expected[number] = _answers(trained, adapted, most)
         base = adapted.unload()
     assert len({tuple(tuple(one.tokens) for one in answers) for answers in expected.values()}) == 3
     with closing(LlamaCppReader(tmp_path / "base" / "checkpoints" / "final", 512, 1, files)) as reader:
@@ -447,20 +466,30 @@ def _not_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_file, "in_gguf", lambda config, name, weight: weight)
 
 
+def _experts_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    number = gguf_file.expert_of
+    monkeypatch.setattr(gguf_file, "expert_of", lambda name: None if (it := number(name)) is None else -it)
+
+
 @pytest.mark.parametrize(
-    ("damage", "sentence"),
+    ("model_type", "damage", "sentence"),
     [
-        (_wrong_stop, "its stop tokens are 5 ("),
-        (_wrong_template, "its chat template writes prompt 0 otherwise from character"),
-        (_transposed, "it gives other logits than the trained model for prompt"),
-        (_not_interleaved, "it gives other logits than the trained model for prompt"),
+        ("llama", _wrong_stop, "its stop tokens are 5 ("),
+        ("llama", _wrong_template, "its chat template writes prompt 0 otherwise from character"),
+        ("llama", _transposed, "it gives other logits than the trained model for prompt"),
+        ("llama", _not_interleaved, "it gives other logits than the trained model for prompt"),
+        *in_full(("qwen3_moe", _experts_in_another_order, "it gives other logits than the trained model for prompt")),
     ],
 )
 def test_what_is_wrong_with_an_export_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[pytest.MonkeyPatch], None], sentence: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    model_type: str,
+    damage: Callable[[pytest.MonkeyPatch], None],
+    sentence: str,
 ) -> None:
     damage(monkeypatch)
-    found = failure(tmp_path, exported(tmp_path, tiny_decoder("llama"), kind="f16"))
+    found = failure(tmp_path, exported(tmp_path, mapped(model_type, tmp_path), kind="f16"))
     assert "export_failed: the export was written, read back and thrown away" in found
     assert sentence in found
     assert not list((tmp_path / "checkpoints").iterdir())
@@ -546,6 +575,8 @@ def test_llama_cpp_that_does_not_answer_is_a_failure(tmp_path: Path, monkeypatch
     ("changes", "sentence"),
     [
         ({"model_type": "olmo2"}, "its model_type is 'olmo2'; mapped are"),
+        ({"model_type": "qwen3_moe", **EXPERTS, "norm_topk_prob": False}, "its norm_topk_prob is false"),
+        ({"model_type": "qwen3_moe", **EXPERTS, "mlp_only_layers": [0]}, "some of its blocks have no experts"),
         ({"hidden_act": "relu"}, "its activation is 'relu'"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},

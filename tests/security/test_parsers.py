@@ -85,6 +85,7 @@ JSON = {
     "jobs.store.tokens._record": OURS,
     "jobs.store.monitoring.totals.Totals.all": OURS,
     "jobs.inputs.damaged_models._problems_of_weights": "at most 1 MiB (`SMALL`)",
+    "jobs.inputs.exported_models._read": "at most 1 MiB (`_MOST`)",
     "jobs.inputs.vocabularies._strings": LIMITED,
     "jobs.inputs.vocabularies._vocabulary": LIMITED,
     "requests.bases._adapter_config": BOUNDED,
