@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...specs.answer_rows import RowsOnDemand
-from ...specs.event_fields import MAX_REWARDS, MAX_ROLLOUT
-from ...specs.events import RolledOut, RolloutAnswer, Warned
+from ...specs.event_fields import MAX_REWARDS
+from ...specs.events import RolloutAnswer, Warned
 from ...specs.grading.grading import Replied
 from ...specs.job import JobSpec
 from ...specs.methods import GrpoSpec
@@ -25,7 +25,7 @@ from .answering import AnswersPrompts
 from .importance import Correction
 from .reference import is_needed, load_reference
 from .rewards import Rewards, Scores
-from .rollouts import is_reported, turns_of
+from .rollouts import is_reported, rolled_out
 from .trl_patches import fuse_head
 from .vllm_policy import VllmPolicy
 
@@ -233,17 +233,7 @@ class GrpoRecipe(AnswersPrompts):
             )
         ]
         messages = self._rows.checked(group.row).messages
-        self._writer.write(
-            RolledOut(
-                step=step,
-                epoch=round(step * self.spec.train.n_epochs / total, 6),
-                row=group.row,
-                prompt=turns_of(messages),
-                earlier_turns=max(0, len(messages) - MAX_ROLLOUT),
-                answers=found[:MAX_ROLLOUT],
-                further_answers=max(0, len(found) - MAX_ROLLOUT),
-            )
-        )
+        self._writer.write(rolled_out(step, step * self.spec.train.n_epochs / total, group.row, messages, found))
 
     def compute_loss(
         self,

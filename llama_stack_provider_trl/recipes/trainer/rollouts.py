@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from ...specs.event_fields import MAX_CALLS, MAX_ROLLOUT
-from ...specs.events import RolloutCall, RolloutTurn
+from ...specs.events import RolledOut, RolloutAnswer, RolloutCall, RolloutTurn
 from ...specs.rows import Message
 
 _MOST = 100
@@ -21,6 +21,26 @@ def is_reported(step: int, total: int) -> bool:
         total: steps of the job.
     """
     return step in (1, total) or step % max(1, -(-total // _MOST)) == 0
+
+
+def rolled_out(
+    step: int, epoch: float, row: int, prompt: Sequence[Message], answers: Sequence[RolloutAnswer]
+) -> RolledOut:
+    """The answers to a prompt, as they are reported.
+
+    Args:
+        step: optimizer step that they train, from 1.
+        row: of the dataset, from 0.
+    """
+    return RolledOut(
+        step=step,
+        epoch=round(epoch, 6),
+        row=row,
+        prompt=turns_of(prompt),
+        earlier_turns=max(0, len(prompt) - MAX_ROLLOUT),
+        answers=[*answers[:MAX_ROLLOUT]],
+        further_answers=max(0, len(answers) - MAX_ROLLOUT),
+    )
 
 
 def turns_of(prompt: Sequence[Message]) -> list[RolloutTurn]:
