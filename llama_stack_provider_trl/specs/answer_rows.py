@@ -46,15 +46,24 @@ def read_checked_rows(path: Path, checks: Sequence[AnswerCheck], names: RowNames
 class RowsOnDemand:
     """The rows of a stored dataset, each read when it is needed: in memory is only where each begins.
 
+    Args:
+        were_read: all rows were read before, such as for their tokens: only where each begins is looked for.
+
     Raises:
         InvalidRows: as `read_checked_rows`.
     """
 
-    def __init__(self, path: Path, checks: Sequence[AnswerCheck], names: RowNames | None = None) -> None:
+    def __init__(
+        self, path: Path, checks: Sequence[AnswerCheck], names: RowNames | None = None, *, were_read: bool = False
+    ) -> None:
         self._checks, self._given, self._names = checks, _given(checks), names
         self._file = open(path, "rb")  # noqa: SIM115 - open until this object is gone
         weakref.finalize(self, self._file.close)
         self._starts = array("q", [0])
+        if were_read:
+            for line in self._file:
+                self._starts.append(self._starts[-1] + len(line))
+            return
         for _ in _checked_rows(self._file, checks, names):
             self._starts.append(self._file.tell())
 

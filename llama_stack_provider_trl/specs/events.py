@@ -393,17 +393,17 @@ class RolloutTurn(BaseModel):
 class RolloutAnswer(Answer):
     """One of the answers to a prompt, which train the model."""
 
-    reward: Annotated[float, Field(allow_inf_nan=False)]
-    """The weighted sum of the rewards of all sources."""
-    advantage: Annotated[float, Field(allow_inf_nan=False)]
-    """How much better it is than the other answers to the prompt, as it counts in the loss."""
-    rewards: Annotated[dict[Name, float], Field(max_length=MAX_REWARDS)]
+    reward: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """The weighted sum of the rewards of all sources; None: nothing rewards it, as in distillation."""
+    advantage: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """How much better it is than the other answers to the prompt, as it counts in the loss; None: as of `reward`."""
+    rewards: Annotated[dict[Name, float], Field(max_length=MAX_REWARDS)] = {}
     """Of the first sources, by their names."""
 
 
 class RolledOut(_Event):
-    """The answers to one of the prompts of optimizer step `step`, with their rewards, at some of the steps. Key in the
-    store: (job, step, rollout)."""
+    """The answers to one of the prompts of optimizer step `step`, with their rewards where there are any, at some of
+    the steps. Key in the store: (job, step, rollout)."""
 
     type: Literal["rollout"] = "rollout"
     step: Count

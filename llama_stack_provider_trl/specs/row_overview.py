@@ -25,8 +25,10 @@ MOST_CPU_S = 5.0
 """CPU time after which no further row is read: a page has what was read by then, in place of an error."""
 _CHECKED = 64
 """Rows after which the time is looked at."""
+MOST_SEARCHED, MOST_SEARCHED_ROWS = 8 << 20, 100_000
+"""Bytes and rows in which a text is looked for at once: at most about a second. Who wants more looks further."""
 MOST_MARKS = 1024
-"""Places in a file that are known: rows of further pages are read from the last one before them."""
+"""RowPlaces in a file that are known: rows of further pages are read from the last one before them."""
 MOST_DUPLICATES = 5
 """Duplicates that are listed."""
 _MOST_SOURCES = 30
@@ -54,14 +56,24 @@ class RowMark(TypedDict):
     """Of the row that begins there."""
 
 
-class Overview(TypedDict):
+class RowPlaces(TypedDict):
+    """Where rows of a file are, all of them or those with a text."""
+
     num_rows: int
     """Rows that were read."""
     num_bytes: int
     is_cut: bool
     """Whether the file has more than was read."""
     matching: int
-    """Rows that have the text that was looked for."""
+    """Rows that count, of those that were read."""
+    marks: list[RowMark]
+    """Where every `stride`-th of them begins, from the first one."""
+    stride: int
+
+
+class Overview(RowPlaces):
+    """What the beginning of a file has. Every row counts."""
+
     rows: list[OverviewRow]
     columns: dict[str, int]
     """Column -> rows that have it with a value."""
@@ -80,40 +92,47 @@ class Overview(TypedDict):
     """The most frequent ones -> rows."""
     other_sources: int
     """Rows of the others."""
-    marks: list[RowMark]
-    """Where every `stride`-th row begins of those that have the text which was looked for, from the first one."""
-    stride: int
 
 
-def overview_within(limits: Limited, path: Path, search: str, first: int, count: int) -> Overview:
+_ADVICE = "split long rows, or register a smaller file"
+
+
+def overview_within(limits: Limited, path: Path, first: int, count: int) -> Overview:
     """What a file of NDJSON rows has, read in another process.
 
     Args:
-        search: only rows with this text, in any case, are shown; empty: all.
-        first: of them, from 0.
+        first: of the rows that are shown, from 0.
 
     Raises:
         InvalidRows: a line is no object, or it takes more than the limits allow.
         LimitReached: the machine is too busy.
         OSError: the file cannot be read, or there can be no further process.
     """
-    advice = "split long rows, or register a smaller file"
-    return read_within(limits, _overview, path, search, first, count, doing="reading its rows", advice=advice)
+    return read_within(limits, _overview, path, first, count, doing="reading its rows", advice=_ADVICE)
+
+
+def searched_within(limits: Limited, path: Path, search: str, known: RowPlaces | None, wanted: int) -> RowPlaces:
+    """Where rows of a file have a text, in any case. See `overview_within`.
+
+    Args:
+        known: where they are in the beginning of the file, which is not read again.
+        wanted: rows with the text, behind which no more is read.
+    """
+    return read_within(limits, _searched, path, search, known, wanted, doing="reading its rows", advice=_ADVICE)
 
 
 def rows_within(
-    limits: Limited, path: Path, overview: Overview, search: str, first: int, count: int
+    limits: Limited, path: Path, places: RowPlaces, search: str, first: int, count: int
 ) -> list[OverviewRow]:
-    """Some rows of a file whose overview with this text is known: no more is read than what leads to them. See
-    `overview_within`."""
-    if first >= overview["matching"] or count < 1:
+    """Some rows of a file of which is known where those with this text are: no more is read than what leads to them.
+    See `overview_within`."""
+    if first >= places["matching"] or count < 1:
         return []
-    at = min(first // overview["stride"], len(overview["marks"]) - 1)
-    mark, skipped = overview["marks"][at], first - at * overview["stride"]
-    count = min(count, overview["matching"] - first)
+    at = min(first // places["stride"], len(places["marks"]) - 1)
+    mark, skipped = places["marks"][at], first - at * places["stride"]
+    count = min(count, places["matching"] - first)
     arguments = (mark["offset"], mark["number"], search, skipped, count)
-    advice = "split long rows, or register a smaller file"
-    return read_within(limits, _rows, path, *arguments, doing="reading its rows", advice=advice)
+    return read_within(limits, _rows, path, *arguments, doing="reading its rows", advice=_ADVICE)
 
 
 def _rows(path: Path, offset: int, number: int, search: str, skipped: int, count: int) -> Iterator[list[OverviewRow]]:
@@ -142,20 +161,59 @@ def read_rows_at(file: BinaryIO, number: int, search: str, skipped: int, count: 
     return found
 
 
-def _overview(path: Path, search: str, first: int, count: int) -> Iterator[Overview]:
+class _Marks:
+    """Collects where rows begin: few of them, at even distances."""
+
+    def __init__(self, known: RowPlaces | None = None) -> None:
+        self.marks = list[RowMark]() if known is None else [*known["marks"]]
+        self.stride, self.matching = (1, 0) if known is None else (known["stride"], known["matching"])
+
+    def add(self, offset: int, number: int) -> None:
+        if self.matching % self.stride == 0:
+            self.marks.append(RowMark(offset=offset, number=number))
+            if len(self.marks) > MOST_MARKS:
+                self.marks, self.stride = self.marks[::2], 2 * self.stride
+        self.matching += 1
+
+
+def _searched(path: Path, search: str, known: RowPlaces | None, wanted: int) -> Iterator[RowPlaces]:
     with open(path, "rb") as file:
-        yield read_overview(file, search, first, count)
+        yield read_searched(file, search, known, wanted)
 
 
-def read_overview(file: BinaryIO, search: str = "", first: int = 0, count: int = 20) -> Overview:
+def read_searched(file: BinaryIO, search: str, known: RowPlaces | None = None, wanted: int = 20) -> RowPlaces:
+    """Where rows have a text. See `searched_within`."""
+    number, offset = (0, 0) if known is None else (known["num_rows"], known["num_bytes"])
+    marks, text = _Marks(known), search.casefold()
+    most, last = offset + MOST_SEARCHED, number + MOST_SEARCHED_ROWS
+    file.seek(offset)
+    while offset < most and number < last and marks.matching < wanted and (line := file.readline(LINE_BYTES + 1)):
+        if _has(_parsed(line, number), text):
+            marks.add(offset, number)
+        number, offset = number + 1, offset + len(line)
+    return RowPlaces(
+        num_rows=number,
+        num_bytes=offset,
+        is_cut=bool(file.read(1)),
+        matching=marks.matching,
+        marks=marks.marks,
+        stride=marks.stride,
+    )
+
+
+def _overview(path: Path, first: int, count: int) -> Iterator[Overview]:
+    with open(path, "rb") as file:
+        yield read_overview(file, first, count)
+
+
+def read_overview(file: BinaryIO, first: int = 0, count: int = 20) -> Overview:
     """What a file has. See `overview_within`; memory grows with the number of rows by 200 bytes each."""
     until = time.process_time() + MOST_CPU_S
-    marks, stride = list[RowMark](), 1
-    wanted, rows = search.casefold(), list[OverviewRow]()
+    marks, rows = _Marks(), list[OverviewRow]()
     columns, sources, lengths = Counter[str](), Counter[str](), array("q")
     seen = dict[bytes, int]()
     duplicated, source_column = list[tuple[int, int]](), ""
-    number = matching = read = longest = longest_row = duplicates = 0
+    number = read = longest = longest_row = duplicates = 0
     while read < MOST_BYTES and number < MOST_ROWS and (line := file.readline(LINE_BYTES + 1)):
         row = _parsed(line, number)
         begin, read = read, read + len(line)
@@ -172,14 +230,9 @@ def read_overview(file: BinaryIO, search: str = "", first: int = 0, count: int =
         source_column = source_column or next((name for name in _SOURCES if isinstance(row.get(name), str)), "")
         if source_column and isinstance(source := row.get(source_column), str):
             sources[source[:_LONGEST_SOURCE]] += 1
-        if not wanted or _has(row, wanted):
-            if first <= matching < first + count:
-                rows.append(_shown(row, number))
-            if matching % stride == 0:
-                marks.append(RowMark(offset=begin, number=number))
-                if len(marks) > MOST_MARKS:
-                    marks, stride = marks[::2], 2 * stride
-            matching += 1
+        if first <= number < first + count:
+            rows.append(_shown(row, number))
+        marks.add(begin, number)
         number += 1
         if number % _CHECKED == 0 and time.process_time() > until:
             break
@@ -188,7 +241,7 @@ def read_overview(file: BinaryIO, search: str = "", first: int = 0, count: int =
         num_rows=number,
         num_bytes=read,
         is_cut=bool(file.read(1)),
-        matching=matching,
+        matching=number,
         rows=rows,
         columns={name[:_LONGEST_NAME]: rows for name, rows in columns.most_common(_MOST_COLUMNS)},
         lengths=sorted(Counter(1 << max(0, length - 1).bit_length() for length in lengths).items()),
@@ -200,8 +253,8 @@ def read_overview(file: BinaryIO, search: str = "", first: int = 0, count: int =
         source_column=source_column,
         sources=frequent,
         other_sources=sources.total() - sum(rows for _, rows in frequent),
-        marks=marks,
-        stride=stride,
+        marks=marks.marks,
+        stride=marks.stride,
     )
 
 

@@ -124,6 +124,7 @@ def test_metrics_of_dpo_have_charts_and_a_submit_role_sees_no_button_of_admins(
     assert window.page.evaluate("window.kept"), "the page was loaded again"
     assert window.page.inner_text("tbody th >> nth=1") == "<b>And 4?</b>"
     service.wait("dpo", "completed")
+    window.page.set_viewport_size({"width": 1280, "height": 5000})  # charts are drawn where they are seen
     window.open("/jobs/dpo")
     window.wait_for_charts()
     expected = {"Loss", "Learning rate", "Gradient norm", "Rewards", "Reward accuracies", "Log-probabilities"}
@@ -153,6 +154,7 @@ def test_ticked_jobs_are_compared_in_charts_with_a_curve_of_each(window: Window)
     window.login("submit")
     for job in ("alive", "dpo"):
         window.page.check(f"input[value={job}]")
+    window.page.set_viewport_size({"width": 1280, "height": 5000})
     window.page.click("text=Compare ticked")
     window.wait_for_charts()
     poll(lambda: set(drawn(window).get("loss", ())) == {"alive", "dpo"}, "losses are drawn", timeout=20)

@@ -105,6 +105,7 @@ def test_html_and_script_are_text_on_every_page_and_in_charts(window: Window) ->
         found = "img, b, main script:not([type='application/json']), a[href^='javascript']"
         assert window.page.locator(found).count() == 0, path
         assert window.faults() == [], path
+    window.page.set_viewport_size({"width": 1280, "height": 5000})
     window.open("/jobs/hostile")
     window.wait_for_charts()
     titles = "[...document.querySelectorAll('.chart')].map((chart) => chart.textContent)"
@@ -441,6 +442,9 @@ def test_the_first_screen_of_a_running_job_has_its_state_its_eta_and_its_curves(
         assert window.page.inner_text("#now-eval_loss") == "2.1"
         assert "lowest at step 60 (1.5)" in window.page.inner_text("#warnings")
         assert window.width() <= width
+    assert titles(window, "[data-section=System]") == [], "nobody has seen them"
+    assert window.page.locator("[data-section=System] .chart").count() == 2, "they have their places"
+    window.page.locator("[data-section=System]").scroll_into_view_if_needed()
     poll(
         lambda: titles(window, "[data-section=System]") == ["Tokens per second", "Memory"], "of the system", timeout=20
     )
@@ -513,11 +517,27 @@ def test_a_csv_that_lacks_points_says_so_and_one_that_cannot_be_made_too(window:
         page.click(".chart-menu[open] >> text=CSV")
     assert begun.value.suggested_filename == "long-Loss-thinned.csv"
     assert "more than 20,000 points" in page.inner_text(note)
+    page.click("[aria-label='Menu of Loss']")
+    page.click(".chart-menu[open] >> text=Full screen")
+    poll(lambda: loss_width(window) > 1200, "the chart is as wide as the window", timeout=20)
+    poll(lambda: page.evaluate(APART), "the note is below the chart, in the window", timeout=20)
+    page.set_viewport_size({"width": 390, "height": 844})
+    poll(lambda: page.evaluate(APART), "the note is below the chart on a phone, too", timeout=20)
+    page.set_viewport_size({"width": 1280, "height": 720})
+    page.keyboard.press("Escape")
     page.route("**/series?*", lambda route: route.abort())
     page.click("[aria-label='Menu of Loss']")
     page.click(".chart-menu[open] >> text=CSV")
     page.wait_for_selector(f"{note}:has-text('No CSV is saved: the service does not answer')")
     assert window.faults() == []
+
+
+APART = """(() => {
+    const note = document.querySelector(".whole .chart-note").getBoundingClientRect();
+    const drawn = document.querySelector(".whole .main-svg").getBoundingClientRect();
+    const isInside = note.bottom <= innerHeight && note.right <= innerWidth;
+    return note.height > 0 && drawn.height > 200 && drawn.bottom <= note.top + 1 && isInside;
+})()"""
 
 
 def loss_width(window: Window) -> int:

@@ -22,7 +22,7 @@ from llama_stack_provider_trl.recipes.memory.trace_cache import trace
 from llama_stack_provider_trl.recipes.model.generation import Sampler
 from llama_stack_provider_trl.recipes.trainer.distillation import DistillationRecipe
 from llama_stack_provider_trl.recipes.trainer.trl_patches import computing_heads
-from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress
+from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress, RolledOut
 from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec, OptimizerSpec
 from llama_stack_provider_trl.specs.methods import DistillationSpec
 from llama_stack_provider_trl.specs.model_source import AdapterSpec
@@ -118,6 +118,12 @@ def test_20_steps_lower_the_divergence_and_a_job_that_continues_gives_the_same_a
     assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
     names = {"entropy", "completions/mean_length", "completions/clipped_ratio"}
     assert names <= of_kind(events, Progress)[0].metrics.keys()
+    rollouts = [one.model_copy(update={"time": 0.0}) for one in of_kind(events, RolledOut)]
+    assert [one.step for one in rollouts] == [*range(1, 21)]
+    for one in rollouts:
+        assert [(turn.role, turn.content) for turn in one.prompt] == [("user", MORE[one.row]["prompt"])]
+        (answer,) = one.answers
+        assert (0 < answer.tokens <= 8, answer.reward, answer.advantage, answer.rewards) == (True, None, None, {})
     effective = of_kind(events, Prepared)[0].effective
     assert effective["padding_free"] == "not used: it trains on answers that differ in each step"
     assert effective["memory"]["fits"]
@@ -129,6 +135,7 @@ def test_20_steps_lower_the_divergence_and_a_job_that_continues_gives_the_same_a
     resumed = ended(*run(tmp_path / "resumed", spec, spec.checkpoint_dir / "checkpoint-10"))
     for name in ("loss", "entropy", "completions/mean_length"):
         assert metric(resumed, name) == metric(events, name)[10:], name
+    assert [one.model_copy(update={"time": 0.0}) for one in of_kind(resumed, RolledOut)] == rollouts[10:]
     assert (final / "model.safetensors").read_bytes() == weights
 
 

@@ -73,7 +73,7 @@ JSON = {
     "specs.grading.isolated._called": LIMITED,
     "jobs.store.reader.JobReader.evaluations": OURS,
     "jobs.store.reader.JobReader.sparks": OURS,
-    "jobs.store.reader.read_request": "a request of at most 256 KiB (`LONGEST_REQUEST`)",
+    "jobs.store.reader.read_request": "a request of at most 4 MiB (`LONGEST_REQUEST`)",
     "jobs.store.reader.read_watched.points": OURS,
     "jobs.store.row_mapping._progress": OURS,
     "jobs.store.row_mapping": OURS,
@@ -121,7 +121,7 @@ JSON = {
     "remote.service.security.sessions._parsed": OURS,
     "remote.service.space._count_weights": BOUNDED,
     "remote.service.views.events.parsed": "a line of events, which the supervisor bounds",
-    "remote.service.views.series.read_series": OURS,
+    "remote.service.views.series._Curves.read": OURS,
 }
 """Who parses JSON, and what bounds it."""
 
@@ -130,6 +130,7 @@ FORMATS = {
     *("safetensors", "shelve", "tarfile", "tokenizers", "torch", "transformers", "xml", "zipfile", "zlib", "zstandard"),
 }
 LIBRARIES = {
+    "jobs.store.reader": {"zlib"},
     "specs.compressed": {"gzip", "pyarrow", "zlib"},
     "specs.row_files": {"csv", "pyarrow"},
     "remote.service.datasets.buckets": {"pyarrow"},

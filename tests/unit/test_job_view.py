@@ -123,6 +123,9 @@ def test_curves_are_preloaded_where_charts_are_drawn(name: str, has_charts: bool
 def test_the_two_pages_with_answers_of_a_job_have_names_that_differ() -> None:
     config = {"algorithm": "sft", "work": {"kind": "evaluate", "answers": {"seed": 0}}}
     assert job_view.conversations_of(config) == "answers of this job"
+    for algorithm in ("grpo", "distillation"):
+        assert job_view.conversations_of({"algorithm": algorithm}) == "rollouts"
+    assert job_view.conversations_of({"algorithm": "dpo"}) == ""
     source = (Path(job_view.__file__).parent / "templates" / "job.html").read_text()
     assert ">answers of several jobs</a>" in source
 

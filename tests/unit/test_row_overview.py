@@ -12,7 +12,7 @@ import pytest
 
 from llama_stack_provider_trl.errors import InvalidRows
 from llama_stack_provider_trl.specs import row_overview
-from llama_stack_provider_trl.specs.row_overview import Overview, read_overview, read_rows_at
+from llama_stack_provider_trl.specs.row_overview import Overview, RowPlaces, read_overview, read_rows_at, read_searched
 from llama_stack_provider_trl.system.limited import Limited
 from llama_stack_provider_trl_remote.service.datasets import overviews
 from llama_stack_provider_trl_remote.service.datasets.overviews import Overviews, shape_of
@@ -43,11 +43,31 @@ def test_rows_are_counted_by_length_and_by_source_and_equal_ones_are_found() -> 
 
 def test_a_text_is_found_in_any_case_within_turns_and_shown_page_by_page() -> None:
     rows = [{"messages": [{"role": "user", "content": f"Straße {number}"}]} for number in range(30)]
-    found = read_overview(lines({"text": "other"}, *rows), "STRASSE", 20, 5)
-    assert found["matching"] == 30
-    assert [row["number"] for row in found["rows"]] == [21, 22, 23, 24, 25]
-    assert "Straße 20" in found["rows"][0]["columns"]["messages"]
-    assert read_overview(lines(*rows), "messages")["matching"] == 0, "a name of a column is no text"
+    file = lines({"text": "other"}, *rows)
+    found = read_searched(file, "STRASSE", wanted=99)
+    assert (found["matching"], found["num_rows"], found["is_cut"]) == (30, 31, False)
+    file.seek(found["marks"][20]["offset"])
+    shown = read_rows_at(file, found["marks"][20]["number"], "STRASSE", 0, 5)
+    assert [row["number"] for row in shown] == [21, 22, 23, 24, 25]
+    assert "Straße 20" in shown[0]["columns"]["messages"]
+    assert read_searched(lines(*rows), "messages")["matching"] == 0, "a name of a column is no text"
+
+
+@pytest.mark.parametrize(("name", "most", "step"), [("MOST_SEARCHED", 1, 1), ("MOST_SEARCHED_ROWS", 10, 10)])
+def test_a_search_stops_at_a_limit_and_reads_on_from_there(
+    name: str, most: int, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = lines(*[{"text": f"{'ab'[number % 2]} {number}"} for number in range(40)])
+    whole = read_searched(file, "A", wanted=99)
+    monkeypatch.setattr(row_overview, name, most)
+    known = None
+    for end in range(step, 41, step):
+        known = read_searched(file, "A", known, 99)
+        assert (known["num_rows"], known["is_cut"]) == (end, end < 40)
+    assert known == whole
+    assert read_searched(file, "A", known, 99) == whole, "there is nothing behind the last row"
+    few = read_searched(file, "A", None, 1)
+    assert (few["num_rows"], few["matching"]) == (1, 1), "no further than to the wanted rows"
 
 
 def test_a_long_row_is_cut_and_a_long_file_is_read_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,11 +98,12 @@ def test_a_file_of_short_rows_is_read_to_a_number_of_rows_and_for_some_time(monk
 def test_rows_of_a_further_page_are_read_from_a_mark_before_them(search: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_overview, "MOST_MARKS", 8)
     file = lines(*[{"text": f"{'ab'[number % 2]} {number}"} for number in range(101)])
-    found = read_overview(file, search)
+    whole = read_overview(file, count=101)
+    found: RowPlaces = read_searched(file, search, wanted=999) if search else whole
     assert len(found["marks"]) <= 8
+    matching = [row for row in whole["rows"] if search in row["columns"]["text"]]
     for first in range(found["matching"]):
-        file.seek(0)
-        expected = read_overview(file, search, first, 3)["rows"]
+        expected = matching[first : first + 3]
         mark = found["marks"][first // found["stride"]]
         file.seek(mark["offset"])
         assert read_rows_at(file, mark["number"], search, first % found["stride"], 3) == expected
@@ -104,35 +125,50 @@ class FilesByDigest:
 def test_what_a_file_has_is_read_once_for_all_pages_of_a_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read: list[tuple[str, str]] = []
+    read: list[tuple[str, str, int]] = []
 
-    def noted(limits: Limited, path: Path, search: str, first: int, count: int) -> Overview:
-        read.append((path.name, search))
+    def noted(limits: Limited, path: Path, first: int, count: int) -> Overview:
+        read.append((path.name, "", 0))
         with open(path, "rb") as file:
-            return read_overview(file, search, first, count)
+            return read_overview(file, first, count)
+
+    def searched(limits: Limited, path: Path, search: str, known: RowPlaces | None, wanted: int) -> RowPlaces:
+        read.append((path.name, search, known["num_rows"] if known else 0))
+        with open(path, "rb") as file:
+            return read_searched(file, search, known, wanted)
 
     monkeypatch.setattr(overviews, "overview_within", noted)
+    monkeypatch.setattr(overviews, "searched_within", searched)
     for name in ("one", "two"):
         (tmp_path / name).write_bytes(lines(*[{"text": f"{name} {number}"} for number in range(50)]).getvalue())
     pages = Overviews(OneDataset(), FilesByDigest(tmp_path), 512)  # type: ignore[arg-type]
 
     def numbers(name: str, search: str, first: int) -> tuple[list[int], int]:
         found = asyncio.run(pages.of(name, search, first, 20))
-        return [row["number"] for row in found["rows"]], found["matching"]
+        return [row["number"] for row in found.rows], found.places["matching"]
 
     assert numbers("one", "", 0) == ([*range(20)], 50)
     assert numbers("one", "", 40) == ([*range(40, 50)], 50)
     assert numbers("one", "", 90) == ([], 50)
     assert numbers("one", "", 0) == ([*range(20)], 50)
-    assert read == [("one", "")]
+    assert read == [("one", "", 0)]
     assert numbers("one", "E 4", 0) == ([4, *range(40, 50)], 11)
     assert numbers("one", "E 4", 5) == ([*range(44, 50)], 11)
-    assert numbers("two", "", 20) == ([*range(20, 40)], 50)
-    assert read == [("one", ""), ("one", "E 4"), ("two", "")]
+    assert read[1:] == [("one", "E 4", 0)], "the whole file is known"
+    assert numbers("one", "ONE", 0) == ([*range(20)], 20)
+    assert numbers("one", "ONE", 20) == ([*range(20, 40)], 40)
+    assert read[2:] == [("one", "ONE", 0), ("one", "ONE", 20)], "a page reads as far as its rows"
+    assert numbers("two", "TWO 49", 0) == ([49], 1)
+    assert read[4:] == [("two", "", 0), ("two", "TWO 49", 0)]
+    monkeypatch.setattr(row_overview, "MOST_SEARCHED_ROWS", 30)
+    assert numbers("two", "4", 0) == ([4, 14, 24], 3)
+    assert numbers("two", "4", 0) == ([4, 14, 24, 34, *range(40, 50)], 14), "it looks further"
     monkeypatch.setattr(overviews, "_MOST_KEPT", 1)
     numbers("one", "x", 0)
-    numbers("one", "", 0)
-    assert read[3:] == [("one", "x"), ("one", "")], "the last one alone is kept"
+    read.clear()
+    numbers("two", "4", 0)
+    numbers("one", "x", 0)
+    assert read == [("two", "4", 0), ("one", "x", 0)], "the last one alone is kept"
 
 
 @pytest.mark.parametrize("line", [b"no json\n", b"[1]\n", b"\xff\xfe\n"])

@@ -135,6 +135,9 @@ def test_the_best_answer_to_a_prompt_of_a_step_comes_first_with_its_rewards(stor
     assert best == [("reward", "1", "good"), ("advantage", "+0.5", "good"), ("digits", "1", ""), ("length", "0", "")]
     assert (shown.before, shown.behind) == ("2 turns before these are left out", "1 further answers are left out")
     assert shown.prompt[0].calls == [("add", "{}")]
+    plain = RolloutAnswer(text="2", tokens=1, complete=True)
+    (answer,) = exchange_of(newest.data[0].model_copy(update={"answers": [plain]})).answers
+    assert (answer.turn.text, answer.facts, answer.note) == ("2", [], "1 tokens"), "nothing rewards it"
     assert side_by_side(store, "a", 0).sets == []
 
 

@@ -16,7 +16,7 @@ from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.events import Evaluated, Event, Prepared, Progress, Started
 from llama_stack_provider_trl_remote.service.http.bodies import SeriesResponse
 from llama_stack_provider_trl_remote.service.views import series
-from llama_stack_provider_trl_remote.service.views.series import SeriesAnswers, read_series
+from llama_stack_provider_trl_remote.service.views.series import Growing, SeriesAnswers, read_series
 from tests.fakes import job_spec
 
 
@@ -190,3 +190,83 @@ def test_any_number_of_points_may_be_requested(store: Store, counts: Sequence[in
     requested, stored_points = counts
     stored(store, *(point(step, 1.0) for step in range(1, stored_points + 1)))
     assert read_series(store, "a", (), requested).train["loss"].step
+
+
+class Long:
+    """A job whose points are looked at while it runs, and the steps that are read of it."""
+
+    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(series, "_LONG", 100)
+        monkeypatch.setattr(series, "_FINEST", 16)
+        self.store, self.growing, self.reads = store, Growing(), list[tuple[int, int]]()
+        self._points_together = store.points_together
+        monkeypatch.setattr(store, "points_together", self._noted)
+
+    def _noted(self, job_uuid: str, begin: int, end: int) -> Any:
+        self.reads.append((begin, end))
+        return self._points_together(job_uuid, begin, end)
+
+    def curves(self, *metrics: str, points: int = 12) -> SeriesResponse:
+        """As a page has them; every extreme of the parts is one of all points of the job."""
+        self.reads.clear()
+        found = read_series(self.store, "a", metrics, points, growing=self.growing)
+        self.read = sum(end - begin + 1 for begin, end in self.reads)
+        for kind in ("train", "validation"):
+            every = read_series(self.store, "a", metrics, 20_000)
+            assert getattr(found, kind).keys() == getattr(every, kind).keys()
+            for name, curve in getattr(found, kind).items():
+                whole = getattr(every, kind)[name]
+                assert len(curve.step) <= points
+                own, all_points = ({*zip(*one.model_dump().values(), strict=True)} for one in (curve, whole))
+                assert own <= all_points
+                assert (curve.step[0], curve.step[-1]) == (whole.step[0], whole.step[-1])
+                assert (min(curve.value), max(curve.value)) == (min(whole.value), max(whole.value))  # type: ignore[type-var]
+        return found
+
+
+def test_of_a_long_job_that_runs_only_new_points_are_read(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = Long(store, monkeypatch)
+    points: list[Event] = [point(step, math.sin(step), rare=float(step)) for step in range(1, 201)]
+    stored(store, *points[:50], Evaluated(step=50, epoch=5.0, metrics={"eval_loss": 3.0}), *points[50:])
+    assert not long.curves().exact
+    assert long.read == 200
+    long.curves("loss")
+    assert long.read == 8, "the last part, which is not over"
+    store.apply_events("a", 1, [point(step, 100.0 if step == 205 else 0.0) for step in range(201, 221)], 78)
+    assert 205 in long.curves().train["loss"].step
+    assert long.read < 40
+    store.apply_events("a", 1, [point(step, 0.0) for step in range(221, 600)], 79)
+    long.curves()
+    assert long.read >= 599, "its parts are wider now"
+
+
+def test_points_that_a_later_attempt_measures_again_are_read_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    long = Long(store, monkeypatch)
+    stored(store, *(point(step, float(step)) for step in range(1, 201)))
+    long.curves()
+    assert store.transition("a", 1, JobState.in_progress, JobState.scheduled)
+    assert store.launch("a", 2, "cpu", tmp_path / "second")
+    long.curves()
+    assert long.read <= 8, "nothing is superseded yet"
+    prepared = Prepared(total_steps=10**6, start_step=100, num_rows=1, trainable_parameters=1, total_parameters=1)
+    again = [point(step, 1000.0 + step).model_copy(update={"time": 5000.0 + step}) for step in range(101, 221)]
+    assert store.apply_events("a", 2, [Started(pid=1, device="cpu", versions={}), prepared, *again], 10)
+    assert long.curves().train["loss"].value[-1] == 1220.0
+    assert long.read > 200
+
+
+def test_few_points_are_kept_of_jobs_that_run(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = Long(store, monkeypatch)
+    stored(store, *(point(step, float(step)) for step in range(1, 201)))
+    monkeypatch.setattr(series, "_GROWING_POINTS", 10)
+    long.curves()
+    assert not long.growing._kept
+    monkeypatch.setattr(series, "_GROWING_POINTS", 1 << 17)
+    long.curves()
+    assert len(long.growing._kept) == 1
+    monkeypatch.setattr(series, "_GROWING", 0)
+    store.apply_events("a", 1, [point(step, float(step)) for step in range(201, 230)], 78)
+    long.curves()
+    assert not long.growing._kept

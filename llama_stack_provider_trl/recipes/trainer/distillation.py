@@ -8,10 +8,14 @@ answers (tests/process/test_on_policy_distillation.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from ...specs.answer_rows import RowsOnDemand
+from ...specs.events import RolloutAnswer
 from ...specs.job import JobSpec
 from ...specs.methods import DistillationSpec
 from ..distributed import ranks
@@ -19,6 +23,7 @@ from ..model.fsdp import is_sharded
 from .answering import AnswersPrompts
 from .divergence import Divergence, head_of
 from .reference import load_reference
+from .rollouts import is_reported, rolled_out
 from .trl_patches import fuse_head
 
 
@@ -37,6 +42,7 @@ class DistillationRecipe(AnswersPrompts):
 
     def collate_answers(self, batches: list[dict[str, Any]], answers: list[list[list[int]]]) -> int:
         ends = self._ends()
+        self._report_rollout(batches, answers)
         of_rank = [ids for of_batch in answers for ids in of_batch]
         own = [len(of_rank), sum(map(len, of_rank)), sum(ids[-1] not in ends for ids in of_rank)]
         number, tokens, unended = (sum(counts) for counts in zip(*ranks.gather_all(own), strict=True))
@@ -50,6 +56,23 @@ class DistillationRecipe(AnswersPrompts):
             inputs.clear()
             inputs.update(self._collated(prompts, ids))
         return tokens
+
+    def _report_rollout(self, batches: Sequence[dict[str, Any]], answers: Sequence[list[list[int]]]) -> None:
+        """Report the answer to the first prompt of the optimizer step, at some of the steps."""
+        step, total = self.state.global_step + 1, self.state.max_steps
+        first = next((number for number, inputs in enumerate(batches) if inputs["rows"]), None)
+        if first is None or not is_reported(step, total) or not self.accelerator.is_main_process:
+            return
+        row, ids = batches[first]["rows"][0], answers[first][0]
+        text = self.processing_class.decode(ids, skip_special_tokens=True)
+        answer = RolloutAnswer(text=text, tokens=len(ids), complete=ids[-1] in self._ends())
+        messages = self._rows.checked(row).messages
+        self._writer.write(rolled_out(step, step * self.spec.train.n_epochs / total, row, messages, [answer]))
+
+    @cached_property
+    def _rows(self) -> RowsOnDemand:
+        """The prompts as the dataset has them."""
+        return RowsOnDemand(self.spec.data.dataset.path, (), self.spec.data.dataset.names, were_read=True)
 
     def compute_loss(
         self,

@@ -7,7 +7,6 @@ TRL's, on given answers (tests/process/test_grpo.py).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -15,18 +14,18 @@ from typing import Any, NamedTuple
 import torch
 
 from ...specs.answer_rows import RowsOnDemand
-from ...specs.event_fields import MAX_CALLS, MAX_REWARDS, MAX_ROLLOUT
-from ...specs.events import RolledOut, RolloutAnswer, RolloutCall, RolloutTurn, Warned
+from ...specs.event_fields import MAX_REWARDS
+from ...specs.events import RolloutAnswer, Warned
 from ...specs.grading.grading import Replied
 from ...specs.job import JobSpec
 from ...specs.methods import GrpoSpec
 from ...specs.rewards import checks_of
-from ...specs.rows import Message
 from ..distributed import ranks
 from .answering import AnswersPrompts
 from .importance import Correction
 from .reference import is_needed, load_reference
 from .rewards import Rewards, Scores
+from .rollouts import is_reported, rolled_out
 from .trl_patches import fuse_head
 from .vllm_policy import VllmPolicy
 
@@ -234,17 +233,7 @@ class GrpoRecipe(AnswersPrompts):
             )
         ]
         messages = self._rows.checked(group.row).messages
-        self._writer.write(
-            RolledOut(
-                step=step,
-                epoch=round(step * self.spec.train.n_epochs / total, 6),
-                row=group.row,
-                prompt=turns_of(messages),
-                earlier_turns=max(0, len(messages) - MAX_ROLLOUT),
-                answers=found[:MAX_ROLLOUT],
-                further_answers=max(0, len(found) - MAX_ROLLOUT),
-            )
-        )
+        self._writer.write(rolled_out(step, step * self.spec.train.n_epochs / total, group.row, messages, found))
 
     def compute_loss(
         self,
@@ -336,33 +325,3 @@ class GrpoRecipe(AnswersPrompts):
         for sums, number in ((of_answers, weighted.numel()), (of_prompts, len(weighted))):
             moved = {name: value.to(device) for name, value in sums.items()}
             self.add_metrics(moved, torch.tensor(float(number), device=device))
-
-
-_MOST_REPORTED = 100
-"""Steps of a job whose answers are reported, beside the first and the last one."""
-
-
-def is_reported(step: int, total: int) -> bool:
-    """Whether the answers of an optimizer step are: of the first, the last, and at most 100 at even distances.
-
-    Args:
-        step: from 1.
-        total: steps of the job.
-    """
-    return step in (1, total) or step % max(1, -(-total // _MOST_REPORTED)) == 0
-
-
-def turns_of(prompt: Sequence[Message]) -> list[RolloutTurn]:
-    """The last turns of a prompt."""
-    return [
-        RolloutTurn(
-            role=turn["role"],
-            content=turn["content"],
-            reasoning=turn.get("reasoning") or "",
-            calls=[
-                RolloutCall(name=call["name"], arguments=json.dumps(call["arguments"], ensure_ascii=False))
-                for call in (turn.get("tool_calls") or ())[:MAX_CALLS]
-            ],
-        )
-        for turn in prompt[-MAX_ROLLOUT:]
-    ]

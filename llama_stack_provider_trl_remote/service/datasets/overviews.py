@@ -9,7 +9,14 @@ from typing import NamedTuple
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, StoreError
 from llama_stack_provider_trl.specs.row_files import parse_line
-from llama_stack_provider_trl.specs.row_overview import Overview, overview_within, rows_within
+from llama_stack_provider_trl.specs.row_overview import (
+    Overview,
+    OverviewRow,
+    RowPlaces,
+    overview_within,
+    rows_within,
+    searched_within,
+)
 from llama_stack_provider_trl.specs.rows import ROW_SHAPES
 from llama_stack_provider_trl.system.limited import Limited
 from llama_stack_provider_trl.system.offload import in_work_thread
@@ -21,8 +28,8 @@ from .registry import DatasetRegistry, Entry
 
 _SECONDS = 20
 """CPU time that reading the beginning of a file may take: it stops by itself before, at `row_overview.MOST_CPU_S`."""
-_MOST_KEPT = 32
-"""Overviews that are kept: each has up to 1,024 places in its file, 0.3 MiB."""
+_MOST_KEPT = 16
+"""Overviews that are kept, and searches: each has up to 1,024 places in its file, 0.3 MiB."""
 _FIRST_LINE = 256 << 10
 """Bytes of a file whose first row has its shape."""
 
@@ -45,9 +52,19 @@ class ListedDataset(NamedTuple):
     """The job that has made it; empty: none has."""
 
 
+class SeenRows(NamedTuple):
+    """Some rows of a dataset, and what it has."""
+
+    overview: Overview
+    """Without rows."""
+    places: RowPlaces
+    """Of all rows, or of those with the text that was looked for, as far as was looked."""
+    rows: list[OverviewRow]
+
+
 class Overviews:
-    """Reads datasets for pages. What a file has is kept for further pages of the same search: rows do not change under
-    a digest, and to read 64 MiB for each of them takes the CPU time of a token after a few.
+    """Reads datasets for pages. What a file has is kept for further pages, and so is where it has a text: rows do not
+    change under a digest, and to read 64 MiB for each page takes the CPU time of a token after a few.
 
     Args:
         memory_mb: MiB that reading a file may take.
@@ -56,9 +73,11 @@ class Overviews:
     def __init__(self, registry: DatasetRegistry, blobs: Blobs, memory_mb: int) -> None:
         self._registry, self._blobs = registry, blobs
         self._limits = Limited(_SECONDS, memory_mb << 20)
-        self._kept: OrderedDict[tuple[str, str], Overview] = OrderedDict()
-        """By the digest of rows and the text that was looked for, without rows; the one that was used last is last.
-        The event loop alone changes it."""
+        self._kept: OrderedDict[str, Overview] = OrderedDict()
+        """By the digest of rows, without rows; here and below the one that was used last is last. The event loop alone
+        changes them."""
+        self._searched: OrderedDict[tuple[str, str], RowPlaces] = OrderedDict()
+        """By the digest of rows and the text."""
 
     def listed(self, first: int, count: int, search: str = "") -> tuple[list[ListedDataset], int]:
         """A part of the datasets, the newest ones first, and how many there are. Raises StoreError.
@@ -104,29 +123,56 @@ class Overviews:
             str(entry.dataset.metadata.get("job_uuid") or ""),
         )
 
-    async def of(self, dataset_id: str, search: str, first: int, count: int) -> Overview:
-        """What a dataset has: see `overview_within`.
+    async def of(self, dataset_id: str, search: str, first: int, count: int) -> SeenRows:
+        """What a dataset has, and some of its rows: see `overview_within`. A search reads on from where the last one
+        for the same text has stopped, as far as the wanted rows, and at most `MOST_SEARCHED`.
+
+        Args:
+            search: only rows with this text, in any case, are shown; empty: all.
+            first: of them, from 0.
 
         Raises:
             InvalidRequest: there is no such dataset, or it cannot be read any more.
             InvalidRows, LimitReached, OSError: see `overview_within`.
         """
         sha256 = await self._registry.rows_of(dataset_id, "dataset", is_current=False)
-        path, key = self._blobs.path(sha256), (sha256, search)
+        path, limits = self._blobs.path(sha256), self._limits
         try:
-            if (known := self._kept.get(key)) is not None:
-                self._kept.move_to_end(key)
-                rows = await in_work_thread(rows_within, self._limits, path, known, search, first, count)
-                return {**known, "rows": rows}
-            found: Overview = await in_work_thread(overview_within, self._limits, path, search, first, count)
+            overview = _found(self._kept, sha256)
+            if overview is None:
+                read: Overview = await in_work_thread(overview_within, limits, path, 0 if search else first, count)
+                overview = {**read, "rows": []}
+                _keep(self._kept, sha256, overview)
+                if not search:
+                    return SeenRows(overview, overview, read["rows"])
+            places: RowPlaces = overview
+            if search:
+                known, wanted = _found(self._searched, (sha256, search)), first + count
+                if known is None or (known["is_cut"] and known["matching"] < wanted):
+                    places = await in_work_thread(searched_within, limits, path, search, known, wanted)
+                    _keep(self._searched, (sha256, search), places)
+                else:
+                    places = known
+            rows = await in_work_thread(rows_within, limits, path, places, search, first, count)
+            return SeenRows(overview, places, rows)
         except FileNotFoundError as error:
             raise InvalidRequest("dataset", dataset_id, "its rows are gone: register it again") from error
         except InvalidRows as error:
             raise InvalidRows(f"dataset {dataset_id!r}, {error}") from error
-        self._kept[key] = {**found, "rows": []}
-        while len(self._kept) > _MOST_KEPT:
-            self._kept.popitem(last=False)
-        return found
+
+
+def _found[Key, Value](kept: OrderedDict[Key, Value], key: Key) -> Value | None:
+    """What is kept under a key, which is then the last one."""
+    if key not in kept:
+        return None
+    kept.move_to_end(key)
+    return kept[key]
+
+
+def _keep[Key, Value](kept: OrderedDict[Key, Value], key: Key, value: Value) -> None:
+    kept[key] = value
+    while len(kept) > _MOST_KEPT:
+        kept.popitem(last=False)
 
 
 def shape_of(line: bytes) -> str:

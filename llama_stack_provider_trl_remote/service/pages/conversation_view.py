@@ -104,12 +104,12 @@ def cut(text: str) -> str:
 
 
 def exchange_of(found: RolledOut) -> ShownExchange:
-    """The answers to a prompt of an optimizer step, the best one first."""
+    """The answers to a prompt of an optimizer step, the best one first where they are rewarded."""
     prompt = [
         ShownTurn(turn.role, turn.content, turn.reasoning, [ToolCall(call.name, call.arguments) for call in turn.calls])
         for turn in found.prompt
     ]
-    best = sorted(found.answers, key=lambda answer: -answer.reward)
+    best = sorted(found.answers, key=lambda answer: -(answer.reward or 0.0))
     return ShownExchange(
         f"Step {found.step}, row {found.row}",
         prompt,
@@ -120,8 +120,12 @@ def exchange_of(found: RolledOut) -> ShownExchange:
 
 
 def _rewarded(answer: RolloutAnswer, place: int) -> ShownAnswer:
-    kind = "good" if answer.advantage > 0 else "bad" if answer.advantage < 0 else ""
-    facts = [ShownFact("reward", number(answer.reward), kind), ShownFact("advantage", f"{answer.advantage:+.3g}", kind)]
+    advantage, facts = answer.advantage, list[ShownFact]()
+    kind = "" if not advantage else "good" if advantage > 0 else "bad"
+    if answer.reward is not None:
+        facts.append(ShownFact("reward", number(answer.reward), kind))
+    if advantage is not None:
+        facts.append(ShownFact("advantage", f"{advantage:+.3g}", kind))
     if len(answer.rewards) > 1:
         facts += [ShownFact(name, number(value)) for name, value in answer.rewards.items()]
     return ShownAnswer(answer_turn(answer.text), f"Answer {place}", facts, _note(answer.tokens, answer.complete))

@@ -70,14 +70,19 @@ async def dataset_page(
 ) -> Response:
     """What a dataset has: its rows, their lengths, duplicates and sources."""
     line = await asyncio.to_thread(overviews.line, dataset)
-    values: dict[str, Any] = {"found": None, "problem": ""}
+    values: dict[str, Any] = {"found": None, "places": None, "rows": [], "problem": ""}
+    further = ""
     status = 200
     if line.size is not None or not line.uri:
         try:
-            values["found"] = await overviews.of(dataset, search, first, _ROWS)
+            seen = await overviews.of(dataset, search, first, _ROWS)
+            values |= {"found": seen.overview, "places": seen.places, "rows": seen.rows}
+            if search and seen.places["is_cut"]:
+                further = _link(dataset, search, first)
         except Exception as error:
             status, values["problem"] = await problem_of(request, error)
     older, newer = max(0, first - _ROWS), first + _ROWS
+    matching = values["places"]["matching"] if values["places"] else 0
     return page(
         request,
         "dataset.html",
@@ -86,9 +91,10 @@ async def dataset_page(
         age=ago(line.registered_at, datetime.now(UTC)),
         search=search,
         first=first,
-        last=min(newer, values["found"]["matching"] if values["found"] else 0),
+        last=min(newer, matching),
         older=_link(dataset, search, older) if first else "",
-        newer=_link(dataset, search, newer) if values["found"] and newer < values["found"]["matching"] else "",
+        newer=_link(dataset, search, newer) if newer < matching or (further and newer == matching) else "",
+        further=further,
         link=_link,
         train=_address("/new", dataset=dataset, method=_method_of(line.shape)),
         tokens=_address("/data/tokens", dataset=dataset, method=_method_of(line.shape)),

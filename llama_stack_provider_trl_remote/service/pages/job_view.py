@@ -161,7 +161,8 @@ def conversations_of(config: Mapping[str, Any]) -> str:
     work = config.get("work") or {"kind": "train"}
     if work["kind"] == "generate" or work.get("answers"):
         return "answers of this job"
-    if config["algorithm"] == "grpo" and work["kind"] == "train":
+    method = METHODS.get(config["algorithm"])
+    if method is not None and method.rows == "prompts" and work["kind"] == "train":
         return "rollouts and samples" if config.get("samples") else "rollouts"
     return "samples" if config.get("samples") else ""
 

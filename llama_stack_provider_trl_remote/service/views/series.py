@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+from array import array
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -29,39 +30,136 @@ _ENDS = 2
 """Points of a curve beside those of its parts: the first and the last one."""
 _KEPT, _KEPT_BYTES, _LARGEST = 64, 8 << 20, 1 << 20
 """Answers that are kept, their bytes together, and those of one: all curves of a job have about 330 kB."""
+_LONG = 1 << 15
+"""Steps of a job from which on its curves are kept while it runs: to read 200,000 points takes 0.7 s, and each page of
+the job requests them."""
+_FINEST = 1024
+"""Parts, at least, into which curves are divided that are kept: a page has parts of several of them."""
+_GROWING, _GROWING_POINTS = 16, 1 << 17
+"""Jobs whose curves are kept while they run, and the points of all of them, of 16 bytes each."""
 
 
 def read_series(
-    store: Store, job_uuid: str, metrics: Collection[str], points: int, begin: int = 0, end: int = LAST_STEP
+    store: Store,
+    job_uuid: str,
+    metrics: Collection[str],
+    points: int,
+    begin: int = 0,
+    end: int = LAST_STEP,
+    growing: Growing | None = None,
 ) -> SeriesResponse:
     """The curves of a job between two steps.
 
     Args:
         metrics: their names; empty: all.
         points: that a curve may have at most.
+        growing: keeps the points of jobs that run, of which only the new ones are read.
 
     Raises:
         JobNotFound.
     """
-    curves = _Curves(metrics, with_ends=points >= 2 + _ENDS)
     with store.snapshot():  # events and points are stored together: the cursor is exactly behind these points
         _, (cursor,) = read_states(store, [job_uuid])
         found = store.point_range(job_uuid, begin, end)
-        if found is not None:
-            first, last = found
-            span = last - first + 1
-            # Of so few steps all points are kept, the ends among them.
-            parts = points // 2 if span <= points else max(1, (points - _ENDS) // 2)
-            width = math.ceil(span / parts)
-            piece = width * math.ceil(_AT_ONCE / width)
-            for start in range(first, last + 1, piece):
-                read = store.points_together(job_uuid, start, min(last, start + piece - 1))
-                for kind, (steps, texts) in read.items():
-                    curves.add(kind, steps, from_json(texts), first, width)
+        curves = None
+        if growing is not None and found is not None and (begin, end) == (0, LAST_STEP):
+            curves = growing.read(store, job_uuid, metrics, points, *found)
+        if curves is None:
+            curves = _Curves(metrics, with_ends=points >= 2 + _ENDS)
+            if found is not None:
+                first, last = found
+                curves.read(store, job_uuid, first, first, last, _width(last - first + 1, points))
         train, validation = (
             curves.of(kind, partial(store.step_times, job_uuid, kind)) for kind in ("train", "validation")
         )
     return SeriesResponse(train=train, validation=validation, exact=curves.exact, next=str(cursor))
+
+
+def _width(span: int, points: int) -> int:
+    """Steps of a part, of so many steps, where a curve may have so many points."""
+    # Of so few steps all points are kept, the ends among them.
+    parts = points // 2 if span <= points else max(1, (points - _ENDS) // 2)
+    return math.ceil(span / parts)
+
+
+class Growing:
+    """The curves of long jobs that run, in parts finer than pages show: of a job that is looked at again, only the
+    points that have come since are read.
+
+    A point that is kept stays as long as the last of those that are is the same: a later attempt that begins before it
+    measures it again, at another time.
+
+    Safe to share between threads.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[int, _Grown] = OrderedDict()
+        """By the age of the job: one that is submitted under the name of a deleted one has another. The one that was
+        requested last is the last."""
+
+    def read(
+        self, store: Store, job_uuid: str, metrics: Collection[str], points: int, first: int, last: int
+    ) -> _Curves | None:
+        """The curves of all points of a job, from step `first` to `last`; None: it has too few, or more are requested
+        than are kept. The store is in a snapshot."""
+        span = last - first + 1
+        width, wanted = 1 << max(0, (span // _FINEST).bit_length() - 1), _width(span, points)
+        if span < _LONG or wanted < 2 * width or points < 2 + _ENDS:
+            return None
+        age = store.age_of(job_uuid)
+        with self._lock:
+            kept = self._kept.get(age)
+            if kept is not None:
+                self._kept.move_to_end(age)
+        if kept is None or (kept.first, kept.width) != (first, width) or not kept.is_of(store, job_uuid):
+            kept = _Grown(_Curves((), with_ends=True), first, width, first, None)
+        end = last - (last - first) % width  # the last part is not over
+        if end > kept.end:
+            kept = kept.grown(store, job_uuid, end)
+            self._keep(age, kept)
+        whole = kept.curves.copy()
+        whole.read(store, job_uuid, first, end, last, width)
+        return whole.thinned(metrics, first, math.ceil(wanted / width) * width)
+
+    def _keep(self, age: int, grown: _Grown) -> None:
+        if 2 * grown.curves.points > _GROWING_POINTS:  # of hundreds of metrics: all others would have no place
+            return
+        with self._lock:
+            self._kept[age] = grown
+            self._kept.move_to_end(age)
+            total = sum(one.curves.points for one in self._kept.values())
+            while len(self._kept) > _GROWING or total > _GROWING_POINTS:
+                _, dropped = self._kept.popitem(last=False)
+                total -= dropped.curves.points
+
+
+class _Grown(NamedTuple):
+    """The points of a job before step `end`. It is not changed: another thread may read it."""
+
+    curves: _Curves
+    first: int
+    width: int
+    end: int
+    last: tuple[str, int, tuple[float, float]] | None
+    """Kind, step, epoch and time of its last point; None: it has none."""
+
+    def is_of(self, store: Store, job_uuid: str) -> bool:
+        """Whether these are still points of the job."""
+        if self.last is None:
+            return True
+        kind, step, at = self.last
+        return store.step_times(job_uuid, kind, [step]).get(step) == at
+
+    def grown(self, store: Store, job_uuid: str, end: int) -> _Grown:
+        """With the points before a later step."""
+        curves = self.curves.copy()
+        found = curves.read(store, job_uuid, self.first, self.end, end - 1, self.width)
+        last = self.last
+        if found is not None:
+            kind, step = found
+            last = kind, step, store.step_times(job_uuid, kind, [step])[step]
+        return _Grown(curves, self.first, self.width, end, last)
 
 
 class SeriesAnswers:
@@ -76,6 +174,7 @@ class SeriesAnswers:
         self._kept: OrderedDict[_Asked, bytes] = OrderedDict()
         """The one that was requested last is the last."""
         self._bytes = 0
+        self._growing = Growing()
 
     def read(self, job_uuid: str, metrics: Collection[str], points: int, begin: int = 0, end: int = LAST_STEP) -> bytes:
         """See `read_series`. Raises JobNotFound."""
@@ -86,7 +185,9 @@ class SeriesAnswers:
         kept = self._find(asked) if state in TERMINAL else None
         if kept is not None:
             return kept
-        found = read_series(store, job_uuid, metrics, points, begin, end)
+        # Of a job that has ended all points are read once more: its answer is kept as long as it is requested.
+        growing = None if state in TERMINAL else self._growing
+        found = read_series(store, job_uuid, metrics, points, begin, end, growing)
         answer = found.model_dump_json().encode()
         # Events may have come since. Another job of this name may have come, too: nothing asks for this age again.
         if state in TERMINAL and found.next == str(cursor) and len(answer) + asked.size <= _LARGEST:
@@ -131,8 +232,12 @@ class _Asked(NamedTuple):
 class _Kept(NamedTuple):
     """The points of a curve that are kept, by step."""
 
-    steps: list[int]
-    values: list[float]
+    steps: array[int]
+    values: array[float]
+
+    def add(self, step: int, value: float) -> None:
+        self.steps.append(step)
+        self.values.append(value)
 
 
 class _Curves:
@@ -146,6 +251,59 @@ class _Curves:
         self._last: dict[tuple[str, str], tuple[int, float]] = {}
         """Of each kind and metric step and value of the last number that is known."""
 
+    @property
+    def points(self) -> int:
+        """How many points it has."""
+        return sum(len(curve.steps) for curves in self._curves.values() for curve in curves.values())
+
+    def copy(self) -> _Curves:
+        found = _Curves(self._wanted, with_ends=self._with_ends)
+        found.exact, found._last = self.exact, {**self._last}
+        found._curves = {
+            kind: {name: _Kept(curve.steps[:], curve.values[:]) for name, curve in curves.items()}
+            for kind, curves in self._curves.items()
+        }
+        return found
+
+    def read(self, store: Store, job_uuid: str, first: int, begin: int, end: int, width: int) -> tuple[str, int] | None:
+        """Add the points of a job from step `begin`, where a part begins, to step `end`.
+
+        Args:
+            first: where the first part begins.
+            width: steps of a part.
+
+        Returns:
+            Kind and step of the last one; None: there is none.
+        """
+        piece, found = width * math.ceil(_AT_ONCE / width), None
+        for start in range(begin, end + 1, piece):
+            read = store.points_together(job_uuid, start, min(end, start + piece - 1))
+            for kind, (steps, texts) in read.items():
+                self.add(kind, steps, from_json(texts), first, width)
+                if found is None or steps[-1] >= found[1]:
+                    found = kind, steps[-1]
+        return found
+
+    def thinned(self, metrics: Collection[str], first: int, width: int) -> _Curves:
+        """Some of these curves in parts that are wider: each a number of those that they have."""
+        found = _Curves(metrics, with_ends=True)
+        for kind, curves in self._curves.items():
+            for name, (steps, values) in curves.items():
+                if not found._is_wanted(name):
+                    continue
+                thinned, begin = _Kept(array("q"), array("d")), 0
+                if (kind, name) in self._last:
+                    found._last[kind, name] = self._last[kind, name]
+                while begin < len(steps):
+                    end = bisect_left(steps, first + ((steps[begin] - first) // width + 1) * width, begin)
+                    kept, _ = found._kept(values[begin:end], is_first=not begin)
+                    for number in kept:
+                        thinned.add(steps[begin + number], values[begin + number])
+                    begin = end
+                found._curves.setdefault(kind, {})[name] = thinned
+        found.exact = found.exact and self.exact
+        return found
+
     def of(self, kind: str, times: Callable[[Iterable[int]], Mapping[int, tuple[float, float]]]) -> dict[str, Curve]:
         """The curves of all points that were added.
 
@@ -153,15 +311,14 @@ class _Curves:
             times: epoch and time of some steps.
         """
         kept = self._curves.get(kind, {})
-        for name, (steps, values) in kept.items():
+        for name, curve in kept.items():
             last = self._last.get((kind, name))
-            if last is not None and steps[-1] < last[0]:
-                steps.append(last[0])
-                values.append(last[1])
+            if last is not None and curve.steps[-1] < last[0]:
+                curve.add(*last)
         at = times(sorted({step for curve in kept.values() for step in curve.steps})) if kept else {}
         return {
             name: Curve(
-                step=steps,
+                step=[*steps],
                 epoch=[at[step][0] for step in steps],
                 time=[at[step][1] for step in steps],
                 value=[*values],
@@ -178,10 +335,9 @@ class _Curves:
                 kept, last = self._kept(column, is_first=name not in curves)
                 if last is not None:
                     self._last[kind, name] = steps[begin + numbers[last]], column[last]
-                curve = curves.setdefault(name, _Kept([], []))
+                curve = curves.setdefault(name, _Kept(array("q"), array("d")))
                 for number in kept:
-                    curve.steps.append(steps[begin + numbers[number]])
-                    curve.values.append(column[number])
+                    curve.add(steps[begin + numbers[number]], column[number])
             begin = end
 
     def _kept(self, column: Sequence[float], *, is_first: bool) -> tuple[Sequence[int], int | None]:

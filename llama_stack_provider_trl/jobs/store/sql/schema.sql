@@ -40,7 +40,7 @@ CREATE INDEX IF NOT EXISTS jobs_blocked ON jobs (state, age) WHERE blocked = 1;
 CREATE TABLE IF NOT EXISTS requests (
     job_uuid TEXT PRIMARY KEY REFERENCES jobs (job_uuid),
     call TEXT NOT NULL,                     -- the last part of its path, such as supervised-fine-tune
-    body TEXT NOT NULL                      -- JSON: the fields that were set
+    body BLOB NOT NULL                      -- JSON, compressed by zlib: the fields that were set
 ) STRICT, WITHOUT ROWID;
 
 -- The jobs that a job comes after. Those may be deleted once they have completed.

@@ -4,6 +4,8 @@ import { along, aroundEqual, groups, isNoisy, legendOf, smoothed, withoutOutlier
 import { csvOf, Figure, save } from "./figure.js";
 
 const DRAW_MS = 500;
+// Charts this near to the part of the page that is seen are drawn: whoever scrolls finds them there.
+const NEAR = "300px 0px";
 const HEIGHT = 290;
 // Of a part of a curve, and of a file.
 const CLOSER_POINTS = 4000;
@@ -85,6 +87,8 @@ export class Charts {
     this.fetchSeries = fetchSeries;
     this.charts = new Map();
     this.waiting = new Set();
+    this.near = new Set();
+    this.observer = new IntersectionObserver((found) => this.moved(found), { rootMargin: NEAR });
     this.timer = 0;
     this.container = document.getElementById("charts");
     this.axis = document.getElementById("axis");
@@ -97,6 +101,7 @@ export class Charts {
     for (const one of [this.axis, this.logarithmic, this.outliers]) one.addEventListener("change", () => this.choose());
     this.smoothing.addEventListener("input", () => this.choose());
     onColors(() => this.all());
+    addEventListener("beforeprint", () => this.stale().forEach((chart) => this.drawChart(chart)));
   }
 
   // The choices are in the address, so that a reload and a copied link keep them.
@@ -167,24 +172,46 @@ export class Charts {
     this.all();
   }
 
+  // The first charts are drawn at once, and what changes in them a moment later, together.
   changed(names) {
     for (const name of names) this.waiting.add(name);
-    this.timer ||= setTimeout(() => this.draw(), DRAW_MS);
+    this.later(this.charts.size ? DRAW_MS : 0);
   }
 
-  // One chart at a time: a page that draws twenty of them at once answers to nothing for a second.
+  later(wait) {
+    this.timer ||= setTimeout(() => this.draw(), wait);
+  }
+
+  // Charts that have come near to what is seen, or are no longer.
+  moved(found) {
+    for (const { target, isIntersecting } of found) this.near[isIntersecting ? "add" : "delete"](target);
+    if (this.stale(this.near).length) this.later(0);
+  }
+
+  // Charts that lack points, in their order; near: only those of some elements.
+  stale(near = null) {
+    return [...this.charts.values()].filter((chart) => chart.isStale && (!near || near.has(chart.element)));
+  }
+
+  // Only what is near to what is seen, and one chart at a time: a page that draws twenty of them at once answers to
+  // nothing for a second.
   async draw() {
     const changed = this.waiting;
     this.waiting = new Set();
     try {
       for (const group of this.grouped()) {
         if (!group.names.some((name) => changed.has(name))) continue;
-        this.drawGroup(group);
+        const chart = this.charts.get(group.title) ?? this.add(group);
+        Object.assign(chart, { group, isStale: true });
+      }
+      for (const chart of this.stale(this.near)) {
+        if (chart.isStale) this.drawChart(chart);
         await new Promise((next) => setTimeout(next));
       }
     } finally {
       this.timer = 0;
-      if (this.waiting.size) this.changed([]);
+      if (this.stale(this.near).length) this.later(0);
+      else if (this.waiting.size) this.later(DRAW_MS);
     }
   }
 
@@ -195,23 +222,34 @@ export class Charts {
     return found.querySelector(".chart-grid");
   }
 
-  drawGroup(group) {
-    let chart = this.charts.get(group.title);
-    const curves = group.names.flatMap((name, at) => this.traces(name, chart?.zoomed, COLORS[at % COLORS.length]));
+  // A chart in its place, without curves. isSeen: it is drawn at once, wherever it is.
+  add(group, isSeen = !this.charts.size) {
+    const chart = { group, zoomed: null, range: null, isStale: true, isDrawn: false };
+    chart.figure = new Figure(this.place(group), group.title, `${group.title} by ${this.axis.value}`, {
+      csv: () => this.csv(chart.group, chart),
+      drawn: () => this.resized(chart),
+    });
+    chart.element = chart.figure.element;
+    this.charts.set(group.title, chart);
+    if (isSeen) this.near.add(chart.element);
+    this.observer.observe(chart.element);
+    return chart;
+  }
+
+  drawChart(chart) {
+    const { group, element } = chart;
+    chart.isStale = false;
+    const curves = group.names.flatMap((name, at) => this.traces(name, chart.zoomed, COLORS[at % COLORS.length]));
     const traces = [...curves, ...this.markers()];
-    if (chart) {
-      window.Plotly.react(chart.element, traces, this.drawn(group, chart, curves), CONFIG);
+    if (chart.isDrawn) {
+      window.Plotly.react(element, traces, this.drawn(group, chart, curves), CONFIG);
       return;
     }
-    const figure = new Figure(this.place(group), group.title, `${group.title} by ${this.axis.value}`, {
-      csv: () => this.csv(group, chart),
-      drawn: () => this.resized(group),
-    });
-    chart = { figure, element: figure.element, zoomed: null, range: null };
-    this.charts.set(group.title, chart);
-    window.Plotly.newPlot(chart.element, traces, this.drawn(group, chart, curves), CONFIG);
-    chart.element.on("plotly_relayout", (change) => this.zoom(group, chart, change));
-    this.cursor.add(chart.element);
+    chart.isDrawn = true;
+    window.Plotly.newPlot(element, traces, this.drawn(group, chart, curves), CONFIG);
+    element.on("plotly_relayout", (change) => this.zoom(chart, change));
+    this.cursor.add(element);
+    performance.mark("chart"); // benchmarks.dashboard reads the first one
   }
 
   // The layout of a chart with these curves.
@@ -236,9 +274,9 @@ export class Charts {
   }
 
   // A chart whose place has another size.
-  resized(group) {
-    this.drawGroup(group);
-    window.Plotly.Plots.resize(this.charts.get(group.title).element);
+  resized(chart) {
+    this.drawChart(chart);
+    window.Plotly.Plots.resize(chart.element);
   }
 
   // Saves the points of the part that a chart shows. Of a file that lacks some of them its name says so, too.
@@ -324,7 +362,8 @@ export class Charts {
   }
 
   // The service has more points of a part than the whole shows.
-  async zoom(group, chart, change) {
+  async zoom(chart, change) {
+    const { group } = chart;
     const [from, to] = [change["xaxis.range[0]"], change["xaxis.range[1]"]];
     if (from === undefined && !change["xaxis.autorange"]) return;
     let zoomed = null;

@@ -147,11 +147,14 @@ export class Figure {
     dialog.setAttribute("aria-label", this.title);
     this.wholeButton.textContent = "Back to the page";
     dialog.showModal();
+    // The window, and a note below the chart, change its place. Its first report is of the place as it is.
+    const sizes = new ResizeObserver(() => this.on.drawn());
+    sizes.observe(this.element);
     dialog.addEventListener("close", () => {
+      sizes.disconnect();
       place.replaceWith(this.frame);
       this.wholeButton.textContent = "Full screen";
       this.on.drawn();
     }, { once: true });
-    this.on.drawn();
   }
 }
