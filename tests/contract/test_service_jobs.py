@@ -82,18 +82,23 @@ def test_the_promised_payload_completes_and_every_checkpoint_loads(service: Trai
     assert effective["dataset"]["num_rows"] == len(PAIRS)
 
 
-def test_the_commands_of_the_tutorial_end_with_an_adapter_that_was_fetched(
-    service: TrainingService, dpo: Json, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_commands_of_the_tutorial_end_with_an_adapter_that_was_fetched_and_answers(
+    service: TrainingService, dpo: Json, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "job.json").write_text(json.dumps(job_of(SERVICE) | {"model": str(tiny_model())}))
     (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRL_SERVICE_URL", service.url)
     done = commands(SERVICE)
-    assert [words[1] for words in done] == ["add", "preflight", "submit", "watch", "logs", "pull"]
-    for words in done:
+    *steps, chat = done
+    assert [words[1] for words in steps] == ["add", "preflight", "submit", "watch", "logs", "pull"]
+    for words in steps:
         assert main(words) == 0, words
     assert (tmp_path / "my-adapter" / "adapter_model.safetensors").is_file()
+    capsys.readouterr()
+    assert chat[:2] == ["chat", "sft-1"]
+    assert main(chat) == 0
+    assert capsys.readouterr().out.strip()
 
 
 @pytest.mark.parametrize("prefix", ["/v1", "/v1alpha"])

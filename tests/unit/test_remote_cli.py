@@ -862,6 +862,19 @@ def test_texts_are_as_short_as_they_can_be() -> None:
     assert (duration(65), duration(7200), duration(0.4)) == ("1:05", "2:00:00", "0:00")
     assert (bar(None), bar(0).count("#"), bar(100).count("#"), bar(250).count("#")) == ("", 0, 24, 24)
     assert table(("a", "b"), []) == ["a  b"]
+
+
+def test_a_table_fits_into_a_terminal_and_its_names_stay_whole() -> None:
+    head, name = ("dataset", "rows", "source", "why"), "orders-0123456789"
+    rows = [(name, "120", "f" * 64, "a sentence that says why it is so"), ("pairs", "8", "hub", "-")]
+    lines = table(head, rows, 80)
+    assert max(map(len, lines)) == 80
+    assert lines[1].split()[:2] == [name, "120"]
+    assert "fff...  a sentence" in lines[1]
+    assert lines[2].split() == ["pairs", "8", "hub", "-"]
+    assert max(map(len, table(head, rows, 10))) == 16 + (2 + 4) + (2 + 8) + (2 + 8)  # what is short is not cut
+    assert table(("a", "b"), [("x" * 99, "y" * 10**6)], 40)[1] == "x" * 99 + "  yyyyy..."
+    assert max(map(len, table(head, rows))) > 80  # no terminal
     full = progress(12, 35, loss=2.3104, tokens_per_second=1870.4, eta_seconds=65.2)
     line = progress_line(status("x", "in_progress", progress=full))
     assert line == "running   34% step 12/35  loss 2.310  1,870 tokens/s  1:05 left"
