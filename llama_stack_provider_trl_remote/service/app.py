@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Security
 from fastapi.security import HTTPBearer
-from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
 from llama_stack_provider_trl import __version__
@@ -16,6 +15,7 @@ from llama_stack_provider_trl.system.data_dir import DataDir
 from ..openai.routes import router as fine_tuning
 from .cluster.credentials import NodeCredentials
 from .context import Dashboard, Service
+from .http.declared_routes import Routes
 from .http.errors import describe, handle_errors
 from .metrics.registry import Latency
 from .pages import (
@@ -158,6 +158,5 @@ async def _unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
     raise HTTPException(404)
 
 
-def _include(app: FastAPI, router: Any, prefix: str, **more: Any) -> None:
-    app.include_router(router, prefix=prefix, **more)
-    app.state.methods += [(compile_path(prefix + route.path)[0], route.methods) for route in router.routes]
+def _include(app: FastAPI, routes: Routes, prefix: str, dependencies: Sequence[Any] = ()) -> None:
+    app.state.methods += [(route.path_regex, route.methods) for route in routes.serve(app, prefix, dependencies)]

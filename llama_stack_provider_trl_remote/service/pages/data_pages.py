@@ -7,13 +7,14 @@ from datetime import UTC, datetime
 from typing import Annotated, Any
 from urllib.parse import urlencode
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.specs.previewed import inference_sentence
 from llama_stack_provider_trl.specs.row_files import ENDINGS, ROW_READERS, ending_of
 
+from ..http.declared_routes import Routes
 from ..dependencies import DatasetsDep, JobChecksDep, OverviewsDep, RowUploadsDep
 from ..http.dataset_bodies import BlobSource, RegisterDataset
 from ..http.preview import PreviewBody
@@ -25,8 +26,8 @@ from .preview_view import left_out, parts_of, sentences_of
 from .rendering import HEADERS, page
 from .route import PageRoute, problem_of
 
-router = APIRouter(route_class=PageRoute, prefix="/data", include_in_schema=False)
-calls = APIRouter(route_class=GuardedRoute, prefix="/data", include_in_schema=False)
+router = Routes(PageRoute, prefix="/data", include_in_schema=False)
+calls = Routes(GuardedRoute, prefix="/data", include_in_schema=False)
 
 _DATASETS, _ROWS = 50, 20
 """Of a page."""

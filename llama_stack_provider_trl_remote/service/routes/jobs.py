@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Path, Query, Response
+from fastapi import Body, Path, Query, Response
 from pydantic import BaseModel
 
 from llama_stack_provider_trl.errors import InvalidRequest
@@ -19,6 +19,7 @@ from llama_stack_provider_trl.stack.responses import (
     artifacts_response,
 )
 
+from ..http.declared_routes import Routes
 from ..dependencies import JobChecksDep, PipelinesDep, StoreDep, StoredJobsDep, SubmissionsDep
 from ..http.bodies import (
     WORK_BODIES,
@@ -40,7 +41,7 @@ from ..jobs.stored_jobs import StoredJobs
 from ..security.access import ADMINS, USERS, USERS_JOB, CurrentCaller, GuardedRoute
 from ..views.queue import Sort, job_row, states_named
 
-router = APIRouter(route_class=GuardedRoute, prefix="/post-training", tags=["post-training"])
+router = Routes(GuardedRoute, prefix="/post-training", tags=["post-training"])
 
 JobUuid = Annotated[str, Path(description="The job's name")]
 JobQuery = Annotated[str, Query(description="The job's name")]
