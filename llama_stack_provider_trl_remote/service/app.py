@@ -108,7 +108,7 @@ def make_app(service: Service) -> FastAPI:
     known = AnyOf(configured, service.tokens, NodeCredentials(service.store)) if configured else None
     _guarded(app, known, (configured, service.tokens), service.refusals)
     # The last one added is the first to receive a call: refusals are measured too.
-    app.add_middleware(Latency, histogram=service.metrics.latency)
+    app.add_middleware(Latency, latencies=service.metrics.latencies)
     return app
 
 
