@@ -124,7 +124,9 @@ def _narrowed(widths: list[int], least: list[int], columns: int) -> list[int]:
     most = max(columns, widths[0])
     found = [min(width, most) for width in widths]
     while sum(found) + 2 * (len(found) - 1) > columns:
-        room, widest = max((width - floor, column) for column, (width, floor) in enumerate(zip(found, least, strict=True)))
+        room, widest = max(
+            (width - floor, column) for column, (width, floor) in enumerate(zip(found, least, strict=True))
+        )
         if room <= 0:
             break
         found[widest] -= 1

@@ -112,7 +112,9 @@ async def follow_log(
     while True:
         # Requested before the log is read, so that the log includes everything a finished job wrote.
         status = (
-            await status_again(client, job_uuid, interval, note) if shown is not None else await client.status(job_uuid, config=False)
+            await status_again(client, job_uuid, interval, note)
+            if shown is not None
+            else await client.status(job_uuid, config=False)
         )
         ended = status["status"] in ENDED
         try:

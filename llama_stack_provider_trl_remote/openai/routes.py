@@ -11,8 +11,8 @@ from starlette.responses import JSONResponse
 
 from llama_stack_provider_trl.jobs.store.records import JobRecord
 
-from ..service.http.declared_routes import Routes
 from ..service.dependencies import StoreDep, StoredJobsDep
+from ..service.http.declared_routes import Routes
 from ..service.http.errors import OPENAI_FORM, OpenAIRefused, declared
 from ..service.routes.files import OCTETS, file_response
 from ..service.routes.openai import OpenAIRoute

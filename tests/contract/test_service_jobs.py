@@ -83,7 +83,11 @@ def test_the_promised_payload_completes_and_every_checkpoint_loads(service: Trai
 
 
 def test_the_commands_of_the_tutorial_end_with_an_adapter_that_was_fetched_and_answers(
-    service: TrainingService, dpo: Json, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    service: TrainingService,
+    dpo: Json,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "job.json").write_text(json.dumps(job_of(SERVICE) | {"model": str(tiny_model())}))
     (tmp_path / "examples").symlink_to(REPOSITORY / "examples")

@@ -41,4 +41,6 @@ def test_a_route_is_built_once_for_each_path_under_which_it_is_served() -> None:
     asyncio.run(call())
     assert (sent[0]["status"], sent[1]["body"]) == (200, b"a")
     assert built == served == ["/v1/things/{name}", "/v2/things/{name}"]
-    assert [call["get"]["tags"] for path, call in app.openapi()["paths"].items() if path in built] == [["of a test"]] * 2
+    assert [call["get"]["tags"] for path, call in app.openapi()["paths"].items() if path in built] == [
+        ["of a test"]
+    ] * 2

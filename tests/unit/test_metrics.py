@@ -290,7 +290,9 @@ def test_a_scrape_counts_how_many_calls_waited_at_most_how_long(world: World) ->
     for seconds in (0.001, 0.005, 0.03, 99.0):
         world.metrics.latencies.observe(labels, seconds)
     name, named = "trl_http_request_duration_seconds", dict(zip(("route", "method", "status"), labels, strict=True))
-    found = {bound: world.value(f"{name}_bucket", **named, le=bound) for bound in ("0.005", "0.025", "0.05", "10.0", "+Inf")}
+    found = {
+        bound: world.value(f"{name}_bucket", **named, le=bound) for bound in ("0.005", "0.025", "0.05", "10.0", "+Inf")
+    }
     assert found == {"0.005": 2, "0.025": 2, "0.05": 3, "10.0": 3, "+Inf": 4}
     assert (world.value(f"{name}_count", **named), world.value(f"{name}_sum", **named)) == (4, pytest.approx(99.036))
 

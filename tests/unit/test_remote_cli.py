@@ -218,7 +218,9 @@ def test_watch_as_json_prints_each_change_once_and_continues_behind_any_of_its_l
         assert {line["job_uuid"] for line in lines} == {"job"}
         whole = lines.pop()
         assert whole == {"job_uuid": "job", "id": "1-200", "event": {"type": "end", **last}}
-        return [(one["id"], one["event"]["type"], one["event"].get("detail", one["event"].get("step"))) for one in lines]
+        return [
+            (one["id"], one["event"]["type"], one["event"].get("detail", one["event"].get("step"))) for one in lines
+        ]
 
     assert watched() == [
         ("", "state", "waits"),
@@ -241,7 +243,10 @@ def test_watch_as_json_of_several_jobs_continues_each(run: Run, service: FakeSer
     lines = [json.loads(line) for line in output.splitlines()]
     assert exit_status == 2
     assert [line["job_uuid"] for line in lines if line["event"]["type"] == "progress"] == ["a"]
-    for words, wrong in ((("a", "--json"), "a watch of the same jobs, with 1 part"), (("a", "b"), "it continues a watch with --json")):
+    for words, wrong in (
+        (("a", "--json"), "a watch of the same jobs, with 1 part"),
+        (("a", "b"), "it continues a watch with --json"),
+    ):
         exit_status, output, errors = run("jobs", "watch", *words, "--after", "~1-100")
         assert (exit_status, output) == (1, "")
         assert wrong in errors
@@ -872,7 +877,7 @@ def test_a_table_fits_into_a_terminal_and_its_names_stay_whole() -> None:
     assert lines[1].split()[:2] == [name, "120"]
     assert "fff...  a sentence" in lines[1]
     assert lines[2].split() == ["pairs", "8", "hub", "-"]
-    assert max(map(len, table(head, rows, 10))) == 16 + (2 + 4) + (2 + 8) + (2 + 8)  # what is short is not cut
+    assert max(map(len, table(head, rows, 10))) == 17 + (2 + 4) + (2 + 8) + (2 + 8)  # what is short is not cut
     assert table(("a", "b"), [("x" * 99, "y" * 10**6)], 40)[1] == "x" * 99 + "  yyyyy..."
     assert max(map(len, table(head, rows))) > 80  # no terminal
     full = progress(12, 35, loss=2.3104, tokens_per_second=1870.4, eta_seconds=65.2)

@@ -39,7 +39,7 @@ class Metrics:
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """The metrics in the format that an Accept header prefers, and its content type. Raises StoreError."""
-        # Here: with the servers and clients of HTTP that it imports it takes 3 MiB, and most services are never scraped.
+        # Here: it imports servers and clients of HTTP, and most services are never scraped.
         from prometheus_client.exposition import choose_encoder
 
         encode, content_type = choose_encoder(accept)

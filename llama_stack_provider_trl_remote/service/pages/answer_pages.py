@@ -15,8 +15,8 @@ from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.system.offload import in_work_thread
 from llama_stack_provider_trl.system.ownership import Ownership
 
-from ..http.declared_routes import Routes
 from ..dependencies import DigestsDep, SettingsDep, StoreDep
+from ..http.declared_routes import Routes
 from ..http.errors import Conflict, NotFound
 from ..security.access import USERS
 from ..views.answer_rows import MOST_ANSWERS, MOST_BYTES, AnsweredRow, Wanted, read_rows

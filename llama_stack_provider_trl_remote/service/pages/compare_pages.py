@@ -11,8 +11,8 @@ from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.decisions.states import TERMINAL, JobState
 from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusResponse
 
-from ..http.declared_routes import Routes
 from ..dependencies import StoredJobsDep
+from ..http.declared_routes import Routes
 from ..jobs.stored_jobs import StoredJobs
 from ..security.access import USERS
 from .compare_view import answers_link, compared, measured

@@ -14,9 +14,9 @@ from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.specs.previewed import inference_sentence
 from llama_stack_provider_trl.specs.row_files import ENDINGS, ROW_READERS, ending_of
 
-from ..http.declared_routes import Routes
 from ..dependencies import DatasetsDep, JobChecksDep, OverviewsDep, RowUploadsDep
 from ..http.dataset_bodies import BlobSource, RegisterDataset
+from ..http.declared_routes import Routes
 from ..http.preview import PreviewBody
 from ..security.access import USERS, USERS_FILE, USERS_FORM, CurrentCaller, GuardedRoute
 from .job_form import job_of, validated

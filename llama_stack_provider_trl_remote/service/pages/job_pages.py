@@ -12,8 +12,8 @@ from llama_stack_provider_trl.jobs.store.reader import read_request, read_warnin
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.system.ownership import Ownership
 
-from ..http.declared_routes import Routes
 from ..dependencies import DigestsDep, SettingsDep, StoreDep, StoredJobsDep
+from ..http.declared_routes import Routes
 from ..http.errors import NotFound
 from ..security.access import ADMINS_FORM, USERS, USERS_FORM, CurrentCaller
 from ..views.checkpoints import list_files

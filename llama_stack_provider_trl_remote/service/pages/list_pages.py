@@ -11,9 +11,9 @@ from pydantic import BeforeValidator
 
 from llama_stack_provider_trl.jobs.decisions.states import TERMINAL, JobState
 
-from ..http.declared_routes import Routes
 from ..dependencies import StoredJobsDep
 from ..http.bodies import QueueResponse, QueueRow
+from ..http.declared_routes import Routes
 from ..jobs.stored_jobs import StoredJobs
 from ..security.access import USERS, CurrentCaller
 from ..views.queue import Sort

@@ -13,8 +13,8 @@ from starlette.responses import RedirectResponse
 
 from llama_stack_provider_trl.jobs.store.tokens import digest
 
-from ..http.declared_routes import Routes
 from ..dependencies import AuditDep, SettingsDep
+from ..http.declared_routes import Routes
 from ..security.access import ANYONE, LOGIN_FORM, USERS_FORM, Caller, CurrentCaller, Refused, sender
 from ..security.auth import Authenticator
 from ..security.sessions import Sessions, cookie_header

@@ -20,7 +20,6 @@ from llama_stack_provider_trl.specs.exports import ExportTarget
 from llama_stack_provider_trl.system.hub_cache import cached_models
 from llama_stack_provider_trl.system.offload import in_work_thread
 
-from ..http.declared_routes import Routes
 from ..dependencies import DatasetsDep, JobChecksDep, StoreDep, SubmissionsDep
 from ..http.bodies import (
     WORK_BODIES,
@@ -28,6 +27,7 @@ from ..http.bodies import (
     PreflightBody,
     SupervisedFineTuneBody,
 )
+from ..http.declared_routes import Routes
 from ..jobs.submissions import JobBody
 from ..security.access import USERS, USERS_JOB_FORM, CurrentCaller
 from .job_form import (

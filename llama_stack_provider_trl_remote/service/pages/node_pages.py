@@ -9,9 +9,9 @@ from fastapi import Path, Request, Response
 
 from llama_stack_provider_trl.jobs.store.records import NodeMode
 
-from ..http.declared_routes import Routes
 from ...nodes.joining import how_to_add_a_node
 from ..dependencies import NodeRowsDep, NodesDep, PoolsDep, PresenceDep
+from ..http.declared_routes import Routes
 from ..http.node_bodies import NodeRow
 from ..routes.nodes import Name
 from ..routes.pools import pool_rows

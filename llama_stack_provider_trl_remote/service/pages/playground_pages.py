@@ -15,9 +15,9 @@ from starlette.responses import JSONResponse
 
 from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound
 
-from ..http.declared_routes import Routes
 from ..dependencies import ChatsDep, DatasetsDep, PromptsDep, StoreDep, VotesDep
 from ..http.chat_bodies import ChatBody, VoteBody
+from ..http.declared_routes import Routes
 from ..http.received import parse
 from ..routes.openai import ChatStream
 from ..security.access import USERS, USERS_CHAT_FORM, CurrentCaller, GuardedRoute

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from fastapi import Path, Query, Request, Response
 
-from ..http.declared_routes import Routes
 from ..dependencies import StoredJobsDep
+from ..http.declared_routes import Routes
 from ..http.errors import NotFound
 from ..security.access import USERS
 from .job_view import path_of

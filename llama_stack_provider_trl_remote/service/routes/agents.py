@@ -16,7 +16,6 @@ from fastapi import Header, Path, Query, Request, Response
 
 from llama_stack_provider_trl.errors import StoreError, shortage_of
 
-from ..http.declared_routes import Routes
 from ...wire import (
     MOST_KEPT,
     POLL_SECONDS,
@@ -42,6 +41,7 @@ from ..dependencies import (
     WakeDep,
 )
 from ..http.dataset_bodies import Sha256
+from ..http.declared_routes import Routes
 from ..http.errors import NotFound, declared
 from ..security.access import (
     JOIN,

@@ -10,9 +10,9 @@ from fastapi import Header, Path, Request, Response
 
 from llama_stack_provider_trl.system.files import open_regular
 
-from ..http.declared_routes import Routes
 from ..dependencies import BlobsDep, DatasetsDep, RayDatasetsDep, RowUploadsDep
 from ..http.dataset_bodies import Dataset, ListDatasetsResponse, RegisterDataset, Sha256
+from ..http.declared_routes import Routes
 from ..http.errors import NotFound, declared
 from ..security.access import (
     READING_UPLOAD,

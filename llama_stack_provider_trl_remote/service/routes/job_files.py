@@ -13,9 +13,9 @@ from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.stack.responses import checkpoint_response
 from llama_stack_provider_trl.system.ownership import Ownership
 
-from ..http.declared_routes import Routes
 from ..dependencies import DigestsDep, FeedsDep, SettingsDep, StoppingDep, StoreDep
 from ..http.bodies import CheckpointFiles, EventLine, EventsResponse, ListCheckpointsResponse, MetricsResponse, Point
+from ..http.declared_routes import Routes
 from ..http.errors import declared
 from ..security.access import TASK_JOB, USERS, GuardedRoute
 from ..security.streams import CountedStream

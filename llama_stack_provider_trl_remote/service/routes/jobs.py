@@ -19,7 +19,6 @@ from llama_stack_provider_trl.stack.responses import (
     artifacts_response,
 )
 
-from ..http.declared_routes import Routes
 from ..dependencies import JobChecksDep, PipelinesDep, StoreDep, StoredJobsDep, SubmissionsDep
 from ..http.bodies import (
     WORK_BODIES,
@@ -35,6 +34,7 @@ from ..http.bodies import (
     SupervisedFineTuneBody,
     WorkBody,
 )
+from ..http.declared_routes import Routes
 from ..http.errors import declared
 from ..http.preview import PreviewBody, PreviewResponse
 from ..jobs.stored_jobs import StoredJobs

@@ -9,9 +9,9 @@ from fastapi import Header, Query, Response
 
 from llama_stack_provider_trl.errors import InvalidRequest
 
-from ..http.declared_routes import Routes
 from ..dependencies import FeedsDep, SeriesDep, StoppingDep, StoreDep
 from ..http.bodies import JobStateRow, JobStatesResponse, SeriesResponse
+from ..http.declared_routes import Routes
 from ..http.errors import declared
 from ..http.samples import SamplesResponse
 from ..security.access import USERS, GuardedRoute

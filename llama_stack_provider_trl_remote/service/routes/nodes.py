@@ -9,9 +9,9 @@ from fastapi import Path, Query, Response
 
 from llama_stack_provider_trl.specs.event_fields import LAST_TIME
 
-from ..http.declared_routes import Routes
 from ...wire import NAME
 from ..dependencies import NodeRowsDep, NodesDep
+from ..http.declared_routes import Routes
 from ..http.errors import NotFound, declared
 from ..http.node_bodies import ListNodesResponse, NodeLoadResponse, NodeRow
 from ..http.places import ListPlace

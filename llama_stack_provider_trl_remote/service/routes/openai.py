@@ -13,9 +13,9 @@ from starlette.types import Receive, Scope, Send
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, JobNotFound
 
-from ..http.declared_routes import Routes
 from ..dependencies import ChatsDep
 from ..http.chat_bodies import ChatBody, CompletionBody
+from ..http.declared_routes import Routes
 from ..http.errors import OPENAI_FORM, NotFound, OpenAIRefused, answered, declared, openai_error
 from ..security.access import USERS_JOB, CurrentCaller, GuardedRoute
 from ..security.streams import CountedStream

@@ -9,9 +9,9 @@ from fastapi import Response
 
 from llama_stack_provider_trl.jobs.decisions.pools import Allocation, node_names
 
-from ..http.declared_routes import Routes
 from ..cluster.pools import PoolReport, Pools
 from ..dependencies import PoolsDep
+from ..http.declared_routes import Routes
 from ..http.errors import declared
 from ..http.pool_bodies import AllocationRow, ListPoolsResponse, PoolRow
 from ..security.access import USERS, GuardedRoute

@@ -9,9 +9,9 @@ from starlette.responses import JSONResponse
 
 from llama_stack_provider_trl import __version__
 
-from ..http.declared_routes import Routes
 from ..dependencies import DisksDep, MetricsDep, SupervisorDep
 from ..http.bodies import Health
+from ..http.declared_routes import Routes
 from ..http.errors import declared
 from ..security.access import ANYONE, READERS, USERS, GuardedRoute
 from .jobs import as_json

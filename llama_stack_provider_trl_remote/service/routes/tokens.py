@@ -10,10 +10,10 @@ from fastapi import Path, Query, Response
 
 from llama_stack_provider_trl.jobs.store.tokens import TokenLimits, TokenRecord
 
-from ..http.declared_routes import Routes
 from ...wire import NAME
 from ..dependencies import AuditLogDep, LogsDep, SettingsDep, TokensDep
 from ..http.bodies import AuditLine, AuditPage, CreatedToken, CreateToken, ListTokensResponse, TokenRow
+from ..http.declared_routes import Routes
 from ..http.errors import declared
 from ..http.places import ListPlace
 from ..security.access import ADMINS, CurrentCaller, GuardedRoute
