@@ -200,8 +200,9 @@ class ServiceClient:
     async def delete(self, path: str) -> None:
         await self._call("DELETE", path)
 
-    async def status(self, job_uuid: str) -> Any:
-        return await self.get("/v1/post-training/job/status", job_uuid=job_uuid)
+    async def status(self, job_uuid: str, config: bool = True) -> Any:
+        """The status of a job; without `config` lacks the effective configuration, which is most of it."""
+        return await self.get("/v1/post-training/job/status", job_uuid=job_uuid, config=config or None)
 
     async def artifacts(self, job_uuid: str) -> Any:
         return await self.get("/v1/post-training/job/artifacts", job_uuid=job_uuid)

@@ -151,18 +151,16 @@ def job_spec(job_uuid: str = "job-1", algorithm: str = "sft", **changes: object)
 
 def fake_context(settings: Any, **more: Any) -> Any:
     """What the HTTP application uses of a service before a handler runs: no token was created, nothing is recorded."""
-    from prometheus_client import Histogram
-
     from llama_stack_provider_trl.system.offload import CostlyWork
     from llama_stack_provider_trl_remote.service.http.received import Bodies
+    from llama_stack_provider_trl_remote.service.metrics.latencies import Latencies
 
-    latency = Histogram("latency", "latency", ["route", "method", "status"], registry=None)
     names = {"node_name": "head", "node_token": "of this machine's own agent"}
     known = {
         "tokens": lambda token: None,
         "store": SimpleNamespace(nodes=SimpleNamespace(credential=lambda sha256: None)),
         "bodies": Bodies(),
         "work": CostlyWork(),
-        "metrics": SimpleNamespace(latency=latency),
+        "metrics": SimpleNamespace(latencies=Latencies()),
     }
     return SimpleNamespace(**{"settings": settings, "audit": None, "refusals": None, **names, **known, **more})

@@ -70,6 +70,7 @@ def status_response(
     chain: Chain = NO_CHAIN,
     searched: Searched = NOT_SEARCHED,
     watched: Watched = NOTHING_WATCHED,
+    config: bool = True,
 ) -> PostTrainingJobStatusResponse:
     return PostTrainingJobStatusResponse(
         job_uuid=job.job_uuid,
@@ -77,7 +78,7 @@ def status_response(
         scheduled_at=job.scheduled_at,
         started_at=job.started_at,
         completed_at=job.completed_at,
-        resources_allocated=resources(job, attempts, exports, chain, searched, watched),
+        resources_allocated=resources(job, attempts, exports, chain, searched, watched, config),
         checkpoints=[checkpoint_response(job, checkpoint) for checkpoint in checkpoints],
     )
 
@@ -94,8 +95,9 @@ def resources(
     chain: Chain = NO_CHAIN,
     searched: Searched = NOT_SEARCHED,
     watched: Watched = NOTHING_WATCHED,
+    config: bool = True,
 ) -> dict[str, Any]:
-    """Resources of the job: device, progress, effective configuration, and the reason of its failure."""
+    """Resources of the job: device, progress, the reason of its failure; with `config` its effective configuration."""
     return {
         "state": job.state.value,
         "age": job.age,
@@ -112,15 +114,15 @@ def resources(
         "progress": job.progress.shown(),
         "result": job.result,
         "warnings": [*job.warnings, *signs_of(job.spec, watched, job.progress.total_steps)],
-        "effective_config": {
-            **job.spec.flat(exclude=_NOT_SHOWN),
-            "dtype": job.dtype,
-            "recipe": job.effective,
-        },
+        **({"effective_config": _effective(job)} if config else {}),
         "log_path": str(job.log_path) if job.log_path else None,
         "trackers": {export.tracker: _tracker(export) for export in exports},
         "error": _error(job),
     }
+
+
+def _effective(job: JobRecord) -> dict[str, Any]:
+    return {**job.spec.flat(exclude=_NOT_SHOWN), "dtype": job.dtype, "recipe": job.effective}
 
 
 def checkpoint_response(job: JobRecord, checkpoint: CheckpointRecord) -> Checkpoint:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.specs.state_words import state_of
 from llama_stack_provider_trl.system.console import complain, lines_of, show_json, show_lines
 
@@ -30,7 +31,7 @@ from .preview import preview
 from .register import register
 from .terminal import JOB_COLUMNS, audit_line, emit, job_line, job_row, preflight_lines, progress_line, table, token_row
 from .waiting import waiting
-from .watch import exit_status, follow_log, watch
+from .watch import exit_status, follow_log, watch, watch_changes
 
 Command = Callable[[ServiceClient, Namespace], Coroutine[Any, Any, int]]
 TOKENS, AUDIT = "/v1/tokens", "/v1/audit"
@@ -70,12 +71,16 @@ async def show_jobs(client: ServiceClient, options: Namespace) -> int:
 
 
 async def show(client: ServiceClient, options: Namespace) -> int:
-    show_json(await client.status(options.job_uuid), indent=2)
+    show_json(await client.status(options.job_uuid, options.config), indent=2)
     return 0
 
 
 async def watch_jobs(client: ServiceClient, options: Namespace) -> int:
-    return exit_status(await watch(client, options.job_uuids, options.interval, as_json=options.json))
+    if options.json:
+        return exit_status(await watch_changes(client, options.job_uuids, options.interval, options.after))
+    if options.after is not None:
+        raise InvalidRequest("--after", options.after, "it continues a watch with --json: add that, or leave it out.")
+    return exit_status(await watch(client, options.job_uuids, options.interval))
 
 
 async def logs(client: ServiceClient, options: Namespace) -> int:
@@ -97,7 +102,7 @@ async def logs(client: ServiceClient, options: Namespace) -> int:
 
 async def cancel(client: ServiceClient, options: Namespace) -> int:
     await client.cancel(options.job_uuid)
-    status = await client.status(options.job_uuid)
+    status = await client.status(options.job_uuid, config=False)
     emit(options, status, progress_line(status))
     return 0
 

@@ -484,12 +484,14 @@ def _jobs(group: argparse.ArgumentParser) -> None:
         help="as the page of jobs sorts them; jobs without a value come last",
     )
     listing.add_argument("--reverse", action="store_true", help="the largest, or the newest, first")
-    _job(commands.add_parser("show", help="the whole status as JSON"))
+    show = _job(commands.add_parser("show", help="the status as JSON"))
+    show.add_argument("--config", action="store_true", help="with the effective configuration, which is most of it")
     watch = at_service(
         commands.add_parser("watch", help="follow jobs to their end; exit status 0 completed, 1 failed, 2 cancelled")
     )
     watch.add_argument("job_uuids", nargs="+", metavar="JOB")
     watch.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between polls (1)")
+    watch.add_argument("--after", metavar="ID", help="with --json: only what follows the line with this id")
     logs = _job(commands.add_parser("logs", help="what the training processes print"))
     logs.add_argument("--rank", default="0", help="a rank's number, or launcher for torchrun's own log (0)")
     logs.add_argument("--tail", type=_lines, default=200, metavar="N", help="last lines to show, 1 to 10000 (200)")

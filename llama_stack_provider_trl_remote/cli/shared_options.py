@@ -39,7 +39,7 @@ def at_service(command: argparse.ArgumentParser, *, below: bool = False) -> argp
     address = os.environ.get("TRL_SERVICE_URL") or "http://127.0.0.1:8322"
     help_ = f"address of the service (TRL_SERVICE_URL; now {address})"
     command.add_argument("--url", default=argparse.SUPPRESS if below else address, help=help_)
-    help_ = "the answer as JSON; while a job runs, one object per line"
+    help_ = "the answer as JSON; while a job runs, one object per line for each change"
     command.add_argument("--json", action="store_true", default=argparse.SUPPRESS if below else False, help=help_)
     return logged(command, below=below)
 

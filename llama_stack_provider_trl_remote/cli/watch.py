@@ -8,16 +8,18 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
-from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable
+from llama_stack_provider_trl.errors import InvalidRequest, ServiceRefusal, ServiceUnreachable
 from llama_stack_provider_trl.system.console import complain, indented, redraw, show_json, show_lines
 
 from ..client import ServiceClient, job_path
-from ..follow import ENDED, status_again, statuses
+from ..follow import ENDED, changes, status_again, statuses
 from .terminal import progress_line, progress_within
 
 EXIT_STATUS = {"completed": 0, "failed": 1, "cancelled": 2}
 _WINDOW = 2000
 """Lines of a log that are read at each poll."""
+_BETWEEN = "~"
+"""Between the cursors of several jobs, as in the service's stream of several."""
 _MEASURES = 40
 """Of a result, that are shown: one of hundreds of tasks has thousands."""
 
@@ -33,22 +35,66 @@ async def watch(
     """Show jobs until all have ended: on a terminal a line each that changes, elsewhere a line per change.
 
     Args:
-        as_json: a line per change is the whole status.
+        as_json: as `watch_changes`.
 
     Returns:
         The last status of each job.
     """
+    if as_json:
+        return await watch_changes(client, job_uuids, interval, output=output)
     names = list(dict.fromkeys(job_uuids))
-    display = _Display(output or sys.stdout, names, as_json)
+    display = _Display(output or sys.stdout, names)
 
     async def follow(job_uuid: str) -> dict[str, Any]:
-        async for status in statuses(client, job_uuid, interval, display.note):
+        async for status in statuses(client, job_uuid, interval, display.note, config=False):
             display.show(status)
         return status
 
     ended = await asyncio.gather(*map(follow, names))
     display.end(ended)
     return ended
+
+
+async def watch_changes(
+    client: ServiceClient,
+    job_uuids: Sequence[str],
+    interval: float = 1.0,
+    after: str | None = None,
+    output: TextIO | None = None,
+) -> list[dict[str, Any]]:
+    """Print what changes in jobs until all have ended, an object on a line each: `job_uuid`, `id` and `event`.
+
+    Args:
+        after: the id of a line of such a watch: what came before it is not printed again.
+
+    Returns:
+        The last status of each job.
+
+    Raises:
+        InvalidRequest: the id is of a watch of other jobs.
+    """
+    names = list(dict.fromkeys(job_uuids))
+    cursors = _cursors(names, after)
+
+    async def follow(job_uuid: str) -> dict[str, Any]:
+        async for change in changes(client, job_uuid, cursors[job_uuid], interval, note):
+            cursors[job_uuid] = change.id
+            line = {"job_uuid": job_uuid, "id": _BETWEEN.join(cursors.values()), "event": change.event}
+            show_json(line, flush=True, to=output)
+        return change.event
+
+    return await asyncio.gather(*map(follow, names))
+
+
+def _cursors(names: Sequence[str], after: str | None) -> dict[str, str]:
+    """Where the events of each job continue."""
+    if after is None:
+        return dict.fromkeys(names, "")
+    found = after.split(_BETWEEN)
+    if len(found) != len(names):
+        hint = f"expected the id of a line of a watch of the same jobs, with {len(names)} parts between {_BETWEEN}."
+        raise InvalidRequest("--after", after, hint)
+    return dict(zip(names, found, strict=True))
 
 
 def exit_status(ended: Sequence[dict[str, Any]]) -> int:
@@ -66,7 +112,9 @@ async def follow_log(
     while True:
         # Requested before the log is read, so that the log includes everything a finished job wrote.
         status = (
-            await status_again(client, job_uuid, interval, note) if shown is not None else await client.status(job_uuid)
+            await status_again(client, job_uuid, interval, note)
+            if shown is not None
+            else await client.status(job_uuid, config=False)
         )
         ended = status["status"] in ENDED
         try:
@@ -106,10 +154,9 @@ def note(text: str) -> None:
 class _Display:
     """The lines of some jobs: one job has the whole line, several have their names in front."""
 
-    def __init__(self, output: TextIO, job_uuids: Sequence[str], as_json: bool) -> None:
+    def __init__(self, output: TextIO, job_uuids: Sequence[str]) -> None:
         self.output = output
-        self.as_json = as_json
-        self.redraws = output.isatty() and not as_json
+        self.redraws = output.isatty()
         self.width = max(map(len, job_uuids)) if len(job_uuids) > 1 else 0
         self.last = dict.fromkeys(job_uuids, "")
         self.drawn: list[str] = []
@@ -121,8 +168,6 @@ class _Display:
         self.last[job_uuid] = progress_within(status, self._room()) if self.redraws else line
         if self.redraws:
             self._draw()
-        elif changed and self.as_json:
-            show_json(status, flush=True, to=self.output)
         elif changed and status["status"] not in ENDED:
             show_lines(self._named(job_uuid, line), flush=True, to=self.output)
 
@@ -137,8 +182,6 @@ class _Display:
 
     def end(self, ended: Sequence[dict[str, Any]]) -> None:
         self._clear()
-        if self.as_json:
-            return
         for status in ended:
             for line in _ending(status):
                 show_lines(self._named(status["job_uuid"], line), to=self.output)

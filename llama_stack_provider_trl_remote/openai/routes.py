@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
+from fastapi import Depends, Header, Path, Query, Request, Response
 from starlette.responses import JSONResponse
 
 from llama_stack_provider_trl.jobs.store.records import JobRecord
 
 from ..service.dependencies import StoreDep, StoredJobsDep
+from ..service.http.declared_routes import Routes
 from ..service.http.errors import OPENAI_FORM, OpenAIRefused, declared
 from ..service.routes.files import OCTETS, file_response
 from ..service.routes.openai import OpenAIRoute
@@ -23,7 +24,7 @@ from .multipart import Form
 from .names import JOB, Called
 from .shown import checkpoint_page, event_page, find_job, job_object
 
-router = APIRouter(route_class=OpenAIRoute, prefix="/openai/v1", tags=["fine-tuning, in OpenAI's form"])
+router = Routes(OpenAIRoute, prefix="/openai/v1", tags=["fine-tuning, in OpenAI's form"])
 
 type Json = dict[str, Any]
 Found = tuple[JobRecord, Called]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Security
 from fastapi.security import HTTPBearer
-from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
 from llama_stack_provider_trl import __version__
@@ -16,6 +15,7 @@ from llama_stack_provider_trl.system.data_dir import DataDir
 from ..openai.routes import router as fine_tuning
 from .cluster.credentials import NodeCredentials
 from .context import Dashboard, Service
+from .http.declared_routes import Routes
 from .http.errors import describe, handle_errors
 from .metrics.registry import Latency
 from .pages import (
@@ -59,12 +59,9 @@ def make_app(service: Service) -> FastAPI:
     # Only documents the token: `access.GuardedRoute` checks it, before any of the body is read.
     token = [Security(HTTPBearer(auto_error=False))] if service.settings.credentials else []
     app = _application(service)
-    for prefix in ("/v1", "/v1alpha"):
-        _include(app, jobs.router, prefix, dependencies=token)
-        _include(app, live.router, prefix, dependencies=token)
-        _include(app, job_files.router, prefix, dependencies=token)
-    for prefix in ("/v1", "/v1beta"):
-        _include(app, datasets.router, prefix, dependencies=token)
+    for routes in (jobs.router, live.router, job_files.router):
+        _include(app, routes, "/v1", "/v1alpha", dependencies=token)
+    _include(app, datasets.router, "/v1", "/v1beta", dependencies=token)
     _include(app, datasets.blobs, "/v1", dependencies=token)
     _include(app, datasets.readings, "/v1", dependencies=token)
     _include(app, nodes.router, "/v1", dependencies=token)
@@ -76,8 +73,7 @@ def make_app(service: Service) -> FastAPI:
     _include(app, openai.router, "", dependencies=token)
     _include(app, fine_tuning, "", dependencies=token)
     _include(app, graders.router, "", dependencies=token)
-    for prefix in ("/v1", ""):
-        _include(app, service_router, prefix)
+    _include(app, service_router, "/v1", "")
     for router in (
         pages,
         playground_pages.calls,
@@ -108,7 +104,7 @@ def make_app(service: Service) -> FastAPI:
     known = AnyOf(configured, service.tokens, NodeCredentials(service.store)) if configured else None
     _guarded(app, known, (configured, service.tokens), service.refusals)
     # The last one added is the first to receive a call: refusals are measured too.
-    app.add_middleware(Latency, histogram=service.metrics.latency)
+    app.add_middleware(Latency, latencies=service.metrics.latencies)
     return app
 
 
@@ -158,6 +154,6 @@ async def _unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
     raise HTTPException(404)
 
 
-def _include(app: FastAPI, router: Any, prefix: str, **more: Any) -> None:
-    app.include_router(router, prefix=prefix, **more)
-    app.state.methods += [(compile_path(prefix + route.path)[0], route.methods) for route in router.routes]
+def _include(app: FastAPI, routes: Routes, *prefixes: str, dependencies: Sequence[Any] = ()) -> None:
+    served = routes.serve(app, *prefixes, dependencies=dependencies)
+    app.state.methods += [(route.path_regex, route.methods) for route in served]

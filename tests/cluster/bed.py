@@ -387,7 +387,7 @@ class Bed:
         self.wait(there, f"nodes {', '.join(names)} have joined", 240)
 
     def status(self, job_uuid: str) -> Json:
-        return dict(self.get("/post-training/job/status", job_uuid=job_uuid))
+        return dict(self.get("/post-training/job/status", job_uuid=job_uuid, config="true"))
 
     def wait_for_end(self, job_uuid: str, timeout: float = 420) -> Json:
         ended = ("completed", "failed", "cancelled")

@@ -123,6 +123,12 @@ class TrainingService(Server):
         answer = self.session.put(f"{self.url}/v1/blobs/{sha256 or digest}", data=data, timeout=60)
         return answer, digest
 
+    def status(self, job_uuid: str) -> Json:
+        """With the effective configuration, as Llama Stack has it."""
+        answer = self.get("/post-training/job/status", job_uuid=job_uuid, config="true")
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
     def state(self, job_uuid: str) -> str:
         return str(self.status(job_uuid)["resources_allocated"]["state"])
 

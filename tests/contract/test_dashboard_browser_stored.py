@@ -572,8 +572,7 @@ def test_a_job_is_cloned_by_one_click_with_its_whole_request(window: Window, ser
     window.page.click("text=Queue the job")
     window.page.wait_for_selector("h1:has-text('original-2')")
     config, copied = (
-        service.get(f"/post-training/jobs/{name}/status").json()["resources_allocated"]["effective_config"]
-        for name in ("original", "original-2")
+        service.status(name)["resources_allocated"]["effective_config"] for name in ("original", "original-2")
     )
     different = {name for name in config if config[name] != copied[name]}
     assert different <= {"job_uuid", "batch_size", "checkpoint_dir", "output_name"}, different

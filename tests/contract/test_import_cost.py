@@ -30,6 +30,10 @@ NATIVE = [f"{OURS[0]}.provider", f"{OURS[0]}.post_training", f"{OURS[1]}.provide
 EXTERNAL = [f"{OURS[1]}.external_api{name}" for name in ("", ".inline", ".remote")]
 
 
+UNUSED = {"prometheus_client", "http.server", "urllib.request", "statistics", "click", "multiprocessing"}
+"""What a service without scrapes and pools has no use for."""
+
+
 @pytest.mark.parametrize("modules", [NATIVE, EXTERNAL], ids=["native", "external"])
 def test_both_providers_import_no_library_that_llama_stack_has_not_loaded(modules: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", MEASURE, *modules], capture_output=True, text=True, check=True)
@@ -44,7 +48,7 @@ def test_the_service_imports_no_client_no_agent_and_no_pool() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     agents = {f"{OURS[1]}.{name}" for name in ("client", "nodes.agent", "nodes.start")}
     pools = {f"{OURS[1]}.{name}" for name in ("service.configured_pools", "nodes.pools.cluster_api", "nodes.pools.ssh")}
-    assert {"aiohttp", "torch", "optuna", *agents, *pools} & set(done.stdout.split()) == set()
+    assert {"aiohttp", "torch", "optuna", *agents, *pools, *UNUSED} & set(done.stdout.split()) == set()
 
 
 def test_a_command_imports_no_models_of_requests_and_of_the_job_store() -> None:

@@ -198,7 +198,8 @@ def test_a_pipeline_in_a_file_is_run_to_its_end_and_not_repeated(
         assert status == 0, captured.err
         first, *lines = captured.out.splitlines()
         placed: list[Json] = json.loads(first)
-        followed = {one["job_uuid"]: one["status"] for one in map(json.loads, lines)}
+        changes = map(json.loads, lines)
+        followed = {one["job_uuid"]: one["event"]["status"] for one in changes if one["event"]["type"] == "end"}
         named = {name for one in placed for name in (one["job_uuid"], one["evaluation"]) if name}
         assert followed == dict.fromkeys(named, "completed")
         return placed

@@ -83,9 +83,12 @@ def test_pairs_are_trained_with_dpo_and_every_weight_without_lora_options(
     pairs.write_bytes(ndjson(PAIRS))
     exit_status, output, _ = run("train", pairs, "--model", tiny_model(), "--job", "pairs", "--max-steps", 1, "--json")
     assert exit_status == 0
-    last = json.loads(output.splitlines()[-1])
-    assert last["status"] == "completed"
-    effective = last["resources_allocated"]["effective_config"]
+    changes = [json.loads(line)["event"] for line in output.splitlines()]
+    types = [change["type"] for change in changes]
+    assert (types[0], types[-1], types.count("progress"), types.count("finished")) == ("state", "end", 1, 1)
+    assert changes[-1]["status"] == "completed"
+    assert "effective_config" not in changes[-1]["resources_allocated"]
+    effective = service.status("pairs")["resources_allocated"]["effective_config"]
     assert (effective["method"]["algorithm"], effective["lora"]) == ("dpo", None)
 
 

@@ -24,6 +24,7 @@ from tests.contract.payloads import (
 )
 from tests.contract.service import JOBS, TrainingService, refusal, running_service
 from tests.contract.stack import DPO, ENDED, Json, poll
+from tests.required import FULL
 from tests.tiny import REPOSITORY, tiny_model
 from tests.tutorials import SERVICE, commands
 from tests.tutorials import job as job_of
@@ -82,18 +83,28 @@ def test_the_promised_payload_completes_and_every_checkpoint_loads(service: Trai
     assert effective["dataset"]["num_rows"] == len(PAIRS)
 
 
-def test_the_commands_of_the_tutorial_end_with_an_adapter_that_was_fetched(
-    service: TrainingService, dpo: Json, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_commands_of_the_tutorial_end_with_an_adapter_that_was_fetched_and_answers(
+    service: TrainingService,
+    dpo: Json,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "job.json").write_text(json.dumps(job_of(SERVICE) | {"model": str(tiny_model())}))
     (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRL_SERVICE_URL", service.url)
     done = commands(SERVICE)
-    assert [words[1] for words in done] == ["add", "preflight", "submit", "watch", "logs", "pull"]
-    for words in done:
+    *steps, chat = done
+    assert [words[1] for words in steps] == ["add", "preflight", "submit", "watch", "logs", "pull"]
+    for words in steps:
         assert main(words) == 0, words
     assert (tmp_path / "my-adapter" / "adapter_model.safetensors").is_file()
+    assert chat[:2] == ["chat", "sft-1"]
+    if FULL:  # tests/contract/test_chats.py asks results in each run
+        capsys.readouterr()
+        assert main(chat) == 0
+        assert capsys.readouterr().out.strip()
 
 
 @pytest.mark.parametrize("prefix", ["/v1", "/v1alpha"])
@@ -109,6 +120,14 @@ def test_the_example_of_the_original_providers_runs_as_it_stands(service: Traini
     rows = service.register("three", PAIRS[:3])
     job = service.submit(DPO, original_example("original", rows))
     assert_original_example_is_honoured(service.wait(job, "completed"))
+
+
+def test_the_status_has_the_configuration_on_request_only(service: TrainingService, dpo: Json) -> None:
+    for path, name in (("/post-training/job/status", {"job_uuid": "promised"}), (f"{JOBS}/promised/status", {})):
+        short = service.get(path, **name).json()
+        whole = service.get(path, **name, config="true").json()
+        assert whole["resources_allocated"].pop("effective_config")["job_uuid"] == "promised"
+        assert whole == short
 
 
 def test_the_same_body_again_is_the_same_job_and_another_is_a_conflict(service: TrainingService, dpo: Json) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message
@@ -21,6 +20,7 @@ from llama_stack_provider_trl.specs.events import CheckpointSaved, Event, Prepar
 from llama_stack_provider_trl.specs.schema import schema_digest
 from llama_stack_provider_trl_remote.service.cluster.membership import Cluster
 from llama_stack_provider_trl_remote.service.cluster.presence import Presence
+from llama_stack_provider_trl_remote.service.metrics.latencies import Latencies
 from llama_stack_provider_trl_remote.service.metrics.registry import Latency, Metrics
 from llama_stack_provider_trl_remote.service.security.access import ROUTE
 from llama_stack_provider_trl_remote.wire import SILENCE, SPECS, NodeReport
@@ -266,8 +266,7 @@ def test_scrapes_within_a_second_cost_one_and_both_formats_are_parsed(world: Wor
 def test_latencies_have_few_labels_whatever_is_called(
     route: str | None, method: str, status: int, labels: tuple[str, ...]
 ) -> None:
-    registry = CollectorRegistry()
-    histogram = Histogram("h", "text", ["route", "method", "status"], registry=registry)
+    latencies = Latencies()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if route is not None:
@@ -282,9 +281,20 @@ def test_latencies_have_few_labels_whatever_is_called(
         return {"type": "http.disconnect"}
 
     scope = {"type": "http", "method": method, "path": "/anything"}
-    asyncio.run(Latency(app, histogram)(scope, receive, send))
-    names = ("route", "method", "status")
-    assert registry.get_sample_value("h_count", dict(zip(names, labels, strict=True))) == 1
+    asyncio.run(Latency(app, latencies)(scope, receive, send))
+    assert [(found.labels, found.counts[-1]) for found in latencies.read()] == [(labels, 1)]
+
+
+def test_a_scrape_counts_how_many_calls_waited_at_most_how_long(world: World) -> None:
+    labels = ("/v1/health", "GET", "2xx")
+    for seconds in (0.001, 0.005, 0.03, 99.0):
+        world.metrics.latencies.observe(labels, seconds)
+    name, named = "trl_http_request_duration_seconds", dict(zip(("route", "method", "status"), labels, strict=True))
+    found = {
+        bound: world.value(f"{name}_bucket", **named, le=bound) for bound in ("0.005", "0.025", "0.05", "10.0", "+Inf")
+    }
+    assert found == {"0.005": 2, "0.025": 2, "0.05": 3, "10.0": 3, "+Inf": 4}
+    assert (world.value(f"{name}_count", **named), world.value(f"{name}_sum", **named)) == (4, pytest.approx(99.036))
 
 
 # What the docs and the Grafana dashboard name
@@ -292,7 +302,7 @@ def test_latencies_have_few_labels_whatever_is_called(
 
 def test_the_docs_list_each_metric_with_its_type_and_labels(world: World) -> None:
     busy(world)
-    world.metrics.latency.labels("/v1/health", "GET", "2xx").observe(0.01)
+    world.metrics.latencies.observe(("/v1/health", "GET", "2xx"), 0.01)
     served = {}
     for family in text_string_to_metric_families(world.text()):
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}

@@ -214,8 +214,9 @@ def test_with_json_each_line_is_an_object_and_the_last_ones_are_the_result(
     words = ("--job", "one", "--interval", 0.01, "--json", "--pull", target)
     exit_status, output, errors = run("train", rows, "--model", "org/name", *words)
     assert (exit_status, errors) == (0, "")
-    *statuses, pulled = [json.loads(line) for line in output.splitlines()]
-    assert [found["status"] for found in statuses] == ["scheduled", "completed"]
+    *changes, pulled = [json.loads(line) for line in output.splitlines()]
+    assert [found["event"]["type"] for found in changes] == ["state", "state", "end"]
+    assert [found["event"]["status"] for found in changes] == ["scheduled", "completed", "completed"]
     assert pulled == {"identifier": "one-final", "directory": target}
 
 

@@ -202,6 +202,56 @@ def test_watch_ends_when_the_job_is_deleted(run: Run, service: FakeService) -> N
     assert run("jobs", "watch", "gone")[0] == 1
 
 
+def test_watch_as_json_prints_each_change_once_and_continues_behind_any_of_its_lines(
+    run: Run, service: FakeService
+) -> None:
+    steps = [("1-100", {"type": "progress", "step": 1}), ("1-200", {"type": "progress", "step": 2})]
+    running = status("job", "in_progress", detail="", device="cpu", attempt=1)
+    last = status("job", "completed", device="cpu", attempt=1)
+
+    def watched(*words: str, waits: bool = True) -> list[tuple[str, str, object]]:
+        service.events = list(steps)
+        service.jobs["job"] = [*([status("job", detail="waits")] if waits else []), running, running, last]
+        exit_status, output, errors = run("jobs", "watch", "job", "--json", "--interval", 0.01, *words)
+        assert (exit_status, errors) == (0, "")
+        lines = [json.loads(line) for line in output.splitlines()]
+        assert {line["job_uuid"] for line in lines} == {"job"}
+        whole = lines.pop()
+        assert whole == {"job_uuid": "job", "id": "1-200", "event": {"type": "end", **last}}
+        return [
+            (one["id"], one["event"]["type"], one["event"].get("detail", one["event"].get("step"))) for one in lines
+        ]
+
+    assert watched() == [
+        ("", "state", "waits"),
+        *(("1-100", "progress", 1), ("1-200", "progress", 2)),
+        *(("1-200", "state", ""), ("1-200", "state", None)),
+    ]
+    behind = [("1-100", "state", ""), ("1-200", "progress", 2), ("1-200", "state", None)]
+    assert watched("--after", "1-100", waits=False) == behind
+
+
+def test_watch_as_json_of_several_jobs_continues_each(run: Run, service: FakeService) -> None:
+    service.events = [("1-100", {"type": "progress", "step": 1})]
+    service.jobs = {name: [status(name), status(name, "in_progress"), status(name, "failed")] for name in ("a", "b")}
+    exit_status, output, errors = run("jobs", "watch", "a", "b", "--json", "--interval", 0.01)
+    lines = [json.loads(line) for line in output.splitlines()]
+    assert (exit_status, errors, lines[-1]["id"]) == (1, "", "1-100~1-100")
+    assert [line["job_uuid"] for line in lines if line["event"]["type"] == "progress"] == ["a", "b"]
+    service.jobs = {name: [status(name, "cancelled")] for name in ("a", "b")}
+    exit_status, output, _ = run("jobs", "watch", "a", "b", "--json", "--after", "~1-100")
+    lines = [json.loads(line) for line in output.splitlines()]
+    assert exit_status == 2
+    assert [line["job_uuid"] for line in lines if line["event"]["type"] == "progress"] == ["a"]
+    for words, wrong in (
+        (("a", "--json"), "a watch of the same jobs, with 1 part"),
+        (("a", "b"), "it continues a watch with --json"),
+    ):
+        exit_status, output, errors = run("jobs", "watch", *words, "--after", "~1-100")
+        assert (exit_status, output) == (1, "")
+        assert wrong in errors
+
+
 def test_watch_draws_a_bar_on_a_terminal(run: Run, service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -290,7 +340,7 @@ JSON_COMMANDS = {
     "jobs submit FILE": {"job_uuid": "one"},
     "jobs list": [{"job_uuid": "job", "status": "completed", "scheduled_at": "2026-11-21T10:00:00Z"}],
     "jobs show job": status("job", "completed"),
-    "jobs watch job": status("job", "completed"),
+    "jobs watch job": {"job_uuid": "job", "id": "", "event": {"type": "end", **status("job", "completed")}},
     "jobs logs job": {"rank": "0", "lines": ["one", "two"]},
     "jobs cancel job": status("job", "completed"),
     "jobs pause job": status("job", "scheduled", state="pause"),
@@ -307,7 +357,7 @@ JSON_COMMANDS = {
     "datasets delete a/b": {"dataset_id": "a/b", "deleted": True},
     "tokens revoke ci": {"name": "ci", "revoked": True},
     "run FILE --detach": {"job_uuid": "one"},
-    "resume paused": status("paused", "completed"),
+    "resume paused": {"job_uuid": "paused", "id": "", "event": {"type": "end", **status("paused", "completed")}},
 }
 
 
@@ -324,7 +374,7 @@ def test_every_command_prints_json(run: Run, service: FakeService, tmp_path: Pat
     names = {"FILE": tmp_path / "FILE", "ROWS": tmp_path / "ROWS.jsonl", "DIR": tmp_path / "DIR"}
     exit_status, output, errors = run(*(names.get(word, word) for word in words.split()), "--json")
     assert (exit_status, errors) == (0, "")
-    found = json.loads(output.splitlines()[-1] if output.startswith('{"job_uuid": "paused"') else output)
+    found = json.loads(output.splitlines()[-1] if '"type": "end"' in output else output)
     expected = JSON_COMMANDS[words]
     if isinstance(expected, dict):
         expected = {**expected, **{key: found[key] for key in ("directory", "sha256") if key in expected}}
@@ -817,6 +867,19 @@ def test_texts_are_as_short_as_they_can_be() -> None:
     assert (duration(65), duration(7200), duration(0.4)) == ("1:05", "2:00:00", "0:00")
     assert (bar(None), bar(0).count("#"), bar(100).count("#"), bar(250).count("#")) == ("", 0, 24, 24)
     assert table(("a", "b"), []) == ["a  b"]
+
+
+def test_a_table_fits_into_a_terminal_and_its_names_stay_whole() -> None:
+    head, name = ("dataset", "rows", "source", "why"), "orders-0123456789"
+    rows = [(name, "120", "f" * 64, "a sentence that says why it is so"), ("pairs", "8", "hub", "-")]
+    lines = table(head, rows, 80)
+    assert max(map(len, lines)) == 80
+    assert lines[1].split()[:2] == [name, "120"]
+    assert "fff...  a sentence" in lines[1]
+    assert lines[2].split() == ["pairs", "8", "hub", "-"]
+    assert max(map(len, table(head, rows, 10))) == 17 + (2 + 4) + (2 + 8) + (2 + 8)  # what is short is not cut
+    assert table(("a", "b"), [("x" * 99, "y" * 10**6)], 40)[1] == "x" * 99 + "  yyyyy..."
+    assert max(map(len, table(head, rows))) > 80  # no terminal
     full = progress(12, 35, loss=2.3104, tokens_per_second=1870.4, eta_seconds=65.2)
     line = progress_line(status("x", "in_progress", progress=full))
     assert line == "running   34% step 12/35  loss 2.310  1,870 tokens/s  1:05 left"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import median
 from typing import NamedTuple
 
 from ...specs.job import JobSpec
@@ -106,7 +105,7 @@ def _overfits(spec: JobSpec, watched: Watched) -> str | None:
     if len(later) < _LEAST_EVALUATIONS or min(later[-_LEAST_EVALUATIONS:]) <= limit:
         return None
     before, now = list(_values(watched.at_best, "loss")), list(_values(watched.last, "loss"))[-len(watched.at_best) :]
-    if not before or not now or median(now) >= median(before):
+    if not before or not now or _median(now) >= _median(before):
         return None
     keeps = "" if spec.train.best_checkpoint else " set best_checkpoint, which keeps it as the result;"
     return (
@@ -118,7 +117,7 @@ def _overfits(spec: JobSpec, watched: Watched) -> str | None:
 
 def _always_clipped(spec: JobSpec, watched: Watched) -> str | None:
     limit, norms = spec.train.optimizer.max_grad_norm, list(_values(watched.last, "grad_norm"))
-    if not limit or len(norms) < WINDOW or min(norms) <= limit or median(norms) <= _FAR_CLIPPED * limit:
+    if not limit or len(norms) < WINDOW or min(norms) <= limit or _median(norms) <= _FAR_CLIPPED * limit:
         return None
     return (
         f"the gradient is clipped at each of the last {WINDOW} logged points, and the median of grad_norm is above "
@@ -141,13 +140,20 @@ def _flat_loss(spec: JobSpec, watched: Watched) -> str | None:
     rates = list(_values(watched.last, "learning_rate"))
     if rates and rates[-1] > rates[0]:  # the warmup is not over
         return None
-    if median(end) < median(begin):
+    if _median(end) < _median(begin):
         return None
     return (
         f"the loss does not fall: the median of the last {WINDOW} points is not below that of the first {WINDOW} "
-        f"({median(begin):.4g}). Raise the learning rate (LoRA takes about ten times that of full fine-tuning); lower "
+        f"({_median(begin):.4g}). Raise the learning rate (LoRA takes about ten times that of full fine-tuning); lower "
         "it where the curve jumps; check on the page Data that the loss covers the answers"
     )
+
+
+def _median(values: Sequence[float]) -> float:
+    """Not that of `statistics`, whose import takes each Llama Stack and each service with it."""
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return (ordered[middle] + ordered[~middle]) / 2
 
 
 def _has_loss(point: WatchedPoint) -> bool:

@@ -80,8 +80,8 @@ class StoredJobs:
         """See `JobReader.sparks`."""
         return self._store.sparks(names, points)
 
-    def status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
-        """The status of a job, by reads of a few rows. Raises JobNotFound."""
+    def status(self, job_uuid: str, config: bool = True) -> PostTrainingJobStatusResponse:
+        """The status of a job, by reads of a few rows; without `config` what can change only. Raises JobNotFound."""
         store = self._store
         with store.snapshot():
             return status_response(
@@ -90,6 +90,7 @@ class StoredJobs:
                 chain=store.chains.of_job(job_uuid),
                 searched=store.searches.of_job(job_uuid),
                 watched=read_watched(store, job_uuid),
+                config=config,
             )
 
     def waiting_and_running(self) -> tuple[int, int]:

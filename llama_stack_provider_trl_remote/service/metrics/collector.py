@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -33,6 +34,8 @@ from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.launch.gpus import uuids_of
 
 from ..cluster.membership import Cluster, NodeCondition
+from .latencies import BOUNDS as LATENCIES
+from .latencies import Latencies
 
 PREFIX = "trl_"
 """Of the names of all metrics of our own."""
@@ -46,6 +49,34 @@ _SIZES: Sequence[tuple[str, str, str]] = (
     ("epoch", "epochs", "Epochs that a running job has done, as a fraction."),
 )
 """Field of `ProgressValues`, name of its metric after `trl_job_`, description."""
+
+
+def registry_of(store: Store, cluster: Cluster, latencies: Latencies) -> CollectorRegistry:
+    """Everything that a scrape of a service reads."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(StoreCollector(store, cluster))
+    ProcessCollector(registry=registry)
+    registry.register(_LatencyCollector(latencies))
+    return registry
+
+
+class _LatencyCollector(Collector):
+    def __init__(self, latencies: Latencies) -> None:
+        self._latencies = latencies
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        histogram = HistogramMetricFamily(
+            f"{PREFIX}http_request_duration_seconds",
+            "Time until the answer to a call begins; polls of agents wait for their orders.",
+            labels=["route", "method", "status"],
+        )
+        names = [str(bound) if bound < float("inf") else "+Inf" for bound in LATENCIES]
+        for found in self._latencies.read():
+            histogram.add_metric(found.labels, list(zip(names, found.counts, strict=True)), found.seconds)
+        yield histogram
 
 
 class StoreCollector(Collector):

@@ -5,16 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, disable_created_metrics
-from prometheus_client.exposition import choose_encoder
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llama_stack_provider_trl.jobs.store.store import Store
 
 from ..cluster.membership import Cluster
 from ..security.access import ROUTE
-from .collector import PREFIX, StoreCollector
+from .latencies import Latencies
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 _KEPT_SECONDS = 1.0
 """Scrapes within this time get the same answer: the cost does not grow with the number of scrapers."""
@@ -29,24 +31,23 @@ class Metrics:
     """
 
     def __init__(self, store: Store, cluster: Cluster, clock: Callable[[], float] = time.monotonic) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # a third as many series, which Prometheus does not need
-        self._clock = clock
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(StoreCollector(store, cluster))
-        ProcessCollector(registry=self._registry)
-        self.latency = Histogram(
-            f"{PREFIX}http_request_duration_seconds",
-            "Time until the answer to a call begins; polls of agents wait for their orders.",
-            ["route", "method", "status"],
-            registry=self._registry,
-        )
+        self._store, self._cluster, self._clock = store, cluster, clock
+        self.latencies = Latencies()
+        self._registry: CollectorRegistry | None = None
         self._lock = threading.Lock()
         self._kept: dict[str, tuple[float, bytes]] = {}
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """The metrics in the format that an Accept header prefers, and its content type. Raises StoreError."""
+        # Here: it imports servers and clients of HTTP, and most services are never scraped.
+        from prometheus_client.exposition import choose_encoder
+
         encode, content_type = choose_encoder(accept)
         with self._lock:
+            if self._registry is None:
+                from .collector import registry_of
+
+                self._registry = registry_of(self._store, self._cluster, self.latencies)
             at, text = self._kept.get(content_type, (float("-inf"), b""))
             if self._clock() - at >= _KEPT_SECONDS:
                 text = encode(self._registry)
@@ -61,9 +62,9 @@ class Latency:
     Calls that no route was found for have the route `none`; the class of the status is `2xx` to `5xx`.
     """
 
-    def __init__(self, app: ASGIApp, histogram: Histogram) -> None:
+    def __init__(self, app: ASGIApp, latencies: Latencies) -> None:
         self.app = app
-        self._histogram = histogram
+        self._latencies = latencies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -74,8 +75,7 @@ class Latency:
             if message["type"] == "http.response.start":
                 method = scope["method"] if scope["method"] in _METHODS else "other"
                 status = f"{message['status'] // 100}xx"
-                labels = (scope.get(ROUTE, "none"), method, status)
-                self._histogram.labels(*labels).observe(time.perf_counter() - began)
+                self._latencies.observe((scope.get(ROUTE, "none"), method, status), time.perf_counter() - began)
             await send(message)
 
         await self.app(scope, receive, measured)

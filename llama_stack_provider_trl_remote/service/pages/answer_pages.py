@@ -8,7 +8,7 @@ from functools import partial
 from typing import Annotated, Any
 from urllib.parse import urlencode
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Query, Request, Response
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.store.store import Store
@@ -16,6 +16,7 @@ from llama_stack_provider_trl.system.offload import in_work_thread
 from llama_stack_provider_trl.system.ownership import Ownership
 
 from ..dependencies import DigestsDep, SettingsDep, StoreDep
+from ..http.declared_routes import Routes
 from ..http.errors import Conflict, NotFound
 from ..security.access import USERS
 from ..views.answer_rows import MOST_ANSWERS, MOST_BYTES, AnsweredRow, Wanted, read_rows
@@ -25,7 +26,7 @@ from .conversation_view import beside
 from .rendering import page
 from .route import PageRoute
 
-router = APIRouter(route_class=PageRoute, prefix="/answers", include_in_schema=False)
+router = Routes(PageRoute, prefix="/answers", include_in_schema=False)
 
 _ROWS = 20
 """Rows of a page."""

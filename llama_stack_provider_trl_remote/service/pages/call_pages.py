@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
+from ..http.declared_routes import Routes
 from ..security.access import USERS
 from .rendering import page
 from .route import PageRoute
 
-router = APIRouter(route_class=PageRoute, include_in_schema=False)
+router = Routes(PageRoute, include_in_schema=False)
 
 _METHODS = ("get", "head", "put", "post", "delete")
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Query, Request, Response
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.decisions.states import TERMINAL, JobState
 from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusResponse
 
 from ..dependencies import StoredJobsDep
+from ..http.declared_routes import Routes
 from ..jobs.stored_jobs import StoredJobs
 from ..security.access import USERS
 from .compare_view import answers_link, compared, measured
@@ -20,7 +21,7 @@ from .rendering import page
 from .route import PageRoute
 from .settings_view import in_groups
 
-router = APIRouter(route_class=PageRoute, prefix="/compare", include_in_schema=False)
+router = Routes(PageRoute, prefix="/compare", include_in_schema=False)
 
 MOST = 8
 """Jobs at a time: charts have so many colours."""

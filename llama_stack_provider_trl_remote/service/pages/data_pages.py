@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Annotated, Any
 from urllib.parse import urlencode
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from llama_stack_provider_trl.errors import InvalidRequest
@@ -16,6 +16,7 @@ from llama_stack_provider_trl.specs.row_files import ENDINGS, ROW_READERS, endin
 
 from ..dependencies import DatasetsDep, JobChecksDep, OverviewsDep, RowUploadsDep
 from ..http.dataset_bodies import BlobSource, RegisterDataset
+from ..http.declared_routes import Routes
 from ..http.preview import PreviewBody
 from ..security.access import USERS, USERS_FILE, USERS_FORM, CurrentCaller, GuardedRoute
 from .job_form import job_of, validated
@@ -25,8 +26,8 @@ from .preview_view import left_out, parts_of, sentences_of
 from .rendering import HEADERS, page
 from .route import PageRoute, problem_of
 
-router = APIRouter(route_class=PageRoute, prefix="/data", include_in_schema=False)
-calls = APIRouter(route_class=GuardedRoute, prefix="/data", include_in_schema=False)
+router = Routes(PageRoute, prefix="/data", include_in_schema=False)
+calls = Routes(GuardedRoute, prefix="/data", include_in_schema=False)
 
 _DATASETS, _ROWS = 50, 20
 """Of a page."""

@@ -6,13 +6,14 @@ import asyncio
 import shlex
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi import Path, Query, Request, Response
 
 from llama_stack_provider_trl.jobs.store.reader import read_request, read_warnings, read_watched
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.system.ownership import Ownership
 
 from ..dependencies import DigestsDep, SettingsDep, StoreDep, StoredJobsDep
+from ..http.declared_routes import Routes
 from ..http.errors import NotFound
 from ..security.access import ADMINS_FORM, USERS, USERS_FORM, CurrentCaller
 from ..views.checkpoints import list_files
@@ -27,7 +28,7 @@ from .rendering import page
 from .route import PageRoute
 from .settings_view import grouped
 
-router = APIRouter(route_class=PageRoute, prefix="/jobs/{job_uuid}", include_in_schema=False)
+router = Routes(PageRoute, prefix="/jobs/{job_uuid}", include_in_schema=False)
 
 JobName = Annotated[str, Path(description="The job's name")]
 _LINES, _BYTES = 200, 64 << 10

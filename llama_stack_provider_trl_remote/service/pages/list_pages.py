@@ -6,13 +6,14 @@ import asyncio
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Query, Request, Response
 from pydantic import BeforeValidator
 
 from llama_stack_provider_trl.jobs.decisions.states import TERMINAL, JobState
 
 from ..dependencies import StoredJobsDep
 from ..http.bodies import QueueResponse, QueueRow
+from ..http.declared_routes import Routes
 from ..jobs.stored_jobs import StoredJobs
 from ..security.access import USERS, CurrentCaller
 from ..views.queue import Sort
@@ -20,7 +21,7 @@ from . import list_view
 from .rendering import page
 from .route import PageRoute
 
-router = APIRouter(route_class=PageRoute, include_in_schema=False)
+router = Routes(PageRoute, include_in_schema=False)
 
 _PER_PAGE = 100
 _MOST_FOLLOWED = 100

@@ -8,19 +8,20 @@ import re
 from typing import Any
 from urllib.parse import parse_qsl
 
-from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi import HTTPException, Request, Response
 from starlette.responses import RedirectResponse
 
 from llama_stack_provider_trl.jobs.store.tokens import digest
 
 from ..dependencies import AuditDep, SettingsDep
+from ..http.declared_routes import Routes
 from ..security.access import ANYONE, LOGIN_FORM, USERS_FORM, Caller, CurrentCaller, Refused, sender
 from ..security.auth import Authenticator
 from ..security.sessions import Sessions, cookie_header
 from .rendering import HEADERS, page
 from .route import PageRoute
 
-router = APIRouter(route_class=PageRoute, include_in_schema=False)
+router = Routes(PageRoute, include_in_schema=False)
 
 _MOST_FIELDS = 30
 _SHORT = 64 << 10

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Annotated, Any, get_args
 from urllib.parse import urlencode
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Query, Request, Response
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.store.reader import read_request
@@ -27,6 +27,7 @@ from ..http.bodies import (
     PreflightBody,
     SupervisedFineTuneBody,
 )
+from ..http.declared_routes import Routes
 from ..jobs.submissions import JobBody
 from ..security.access import USERS, USERS_JOB_FORM, CurrentCaller
 from .job_form import (
@@ -52,7 +53,7 @@ from .route import PageRoute, problem_of
 
 _MODELS = 100
 """Jobs whose models are suggested."""
-router = APIRouter(route_class=PageRoute, prefix="/new", include_in_schema=False)
+router = Routes(PageRoute, prefix="/new", include_in_schema=False)
 
 
 @router.get("", dependencies=[USERS])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Path, Request, Response
+from fastapi import Path, Request, Response
 
 from llama_stack_provider_trl.jobs.store.records import NodeMode
 
 from ...nodes.joining import how_to_add_a_node
 from ..dependencies import NodeRowsDep, NodesDep, PoolsDep, PresenceDep
+from ..http.declared_routes import Routes
 from ..http.node_bodies import NodeRow
 from ..routes.nodes import Name
 from ..routes.pools import pool_rows
@@ -19,7 +20,7 @@ from .login import checked_form, see_other
 from .rendering import page
 from .route import PageRoute
 
-router = APIRouter(route_class=PageRoute, prefix="/nodes", include_in_schema=False)
+router = Routes(PageRoute, prefix="/nodes", include_in_schema=False)
 
 _MODES: dict[str, NodeMode] = {"cordon": "cordoned", "uncordon": "open", "drain": "draining"}
 Action = Annotated[Literal["cordon", "uncordon", "drain", "remove"], Path()]

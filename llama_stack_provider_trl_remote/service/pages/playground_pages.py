@@ -10,13 +10,14 @@ import asyncio
 from contextlib import suppress
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Query, Request, Response
 from starlette.responses import JSONResponse
 
 from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound
 
 from ..dependencies import ChatsDep, DatasetsDep, PromptsDep, StoreDep, VotesDep
 from ..http.chat_bodies import ChatBody, VoteBody
+from ..http.declared_routes import Routes
 from ..http.received import parse
 from ..routes.openai import ChatStream
 from ..security.access import USERS, USERS_CHAT_FORM, CurrentCaller, GuardedRoute
@@ -26,8 +27,8 @@ from .playground_view import dataset_of, job_named, models_of, names_of, trainin
 from .rendering import HEADERS, page
 from .route import PageRoute
 
-router = APIRouter(route_class=PageRoute, prefix="/playground", include_in_schema=False)
-calls = APIRouter(route_class=GuardedRoute, prefix="/playground", include_in_schema=False)
+router = Routes(PageRoute, prefix="/playground", include_in_schema=False)
+calls = Routes(GuardedRoute, prefix="/playground", include_in_schema=False)
 
 _MOST_VALUES = 20_000
 """JSON values of a chat or a vote."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
+from ..http.declared_routes import Routes
 from ..http.errors import NotFound
 from ..security.access import ANYONE
 from ..security.streams import CountedFile
 from .assets import TYPES, assets
 from .route import PageRoute
 
-router = APIRouter(route_class=PageRoute, include_in_schema=False)
+router = Routes(PageRoute, include_in_schema=False)
 
 
 @router.get("/static/{name}", dependencies=[ANYONE])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi import Path, Query, Request, Response
 
 from ..dependencies import StoredJobsDep
+from ..http.declared_routes import Routes
 from ..http.errors import NotFound
 from ..security.access import USERS
 from .job_view import path_of
@@ -15,7 +16,7 @@ from .rendering import page
 from .route import PageRoute
 from .trial_view import LEAST_TRIALS, MOST_COMPARED, shown
 
-router = APIRouter(route_class=PageRoute, prefix="/jobs/{job_uuid}", include_in_schema=False)
+router = Routes(PageRoute, prefix="/jobs/{job_uuid}", include_in_schema=False)
 
 
 @router.get("/trials", dependencies=[USERS])

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Path, Query, Request, Response
+from fastapi import Header, Path, Query, Request, Response
 
 from llama_stack_provider_trl.errors import StoreError, shortage_of
 
@@ -41,6 +41,7 @@ from ..dependencies import (
     WakeDep,
 )
 from ..http.dataset_bodies import Sha256
+from ..http.declared_routes import Routes
 from ..http.errors import NotFound, declared
 from ..security.access import (
     JOIN,
@@ -59,7 +60,7 @@ from .jobs import as_json
 from .nodes import Name
 
 log = logging.getLogger(__name__)
-router = APIRouter(route_class=GuardedRoute, prefix="/nodes", tags=["nodes"])
+router = Routes(GuardedRoute, prefix="/nodes", tags=["nodes"])
 
 POLL_INTERVAL = 0.1
 """Seconds between two checks for new orders of a waiting node: a point read of 20 us."""

@@ -6,12 +6,13 @@ import asyncio
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Path, Request, Response
+from fastapi import Header, Path, Request, Response
 
 from llama_stack_provider_trl.system.files import open_regular
 
 from ..dependencies import BlobsDep, DatasetsDep, RayDatasetsDep, RowUploadsDep
 from ..http.dataset_bodies import Dataset, ListDatasetsResponse, RegisterDataset, Sha256
+from ..http.declared_routes import Routes
 from ..http.errors import NotFound, declared
 from ..security.access import (
     READING_UPLOAD,
@@ -26,9 +27,9 @@ from .files import OCTETS, file_response
 from .jobs import as_json
 from .paging import MOST, After, Limit
 
-router = APIRouter(route_class=GuardedRoute, prefix="/datasets", tags=["datasets"])
-blobs = APIRouter(route_class=GuardedRoute, prefix="/blobs", tags=["datasets"])
-readings = APIRouter(route_class=GuardedRoute, prefix="/readings", tags=["datasets"])
+router = Routes(GuardedRoute, prefix="/datasets", tags=["datasets"])
+blobs = Routes(GuardedRoute, prefix="/blobs", tags=["datasets"])
+readings = Routes(GuardedRoute, prefix="/readings", tags=["datasets"])
 
 _ROWS: dict[int | str, dict[str, Any]] = {
     200: {"content": OCTETS, "description": "One JSON object per line"},

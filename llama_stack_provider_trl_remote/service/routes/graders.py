@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from llama_stack_provider_trl.specs.grading.errors import GradingError
 from llama_stack_provider_trl.specs.grading.graders import LabelModel, MultiGrader, ScoreModel
@@ -13,6 +13,7 @@ from llama_stack_provider_trl.specs.grading.grading import graded_for_request
 from llama_stack_provider_trl.system.offload import in_work_thread
 
 from ..dependencies import ChatsDep, SettingsDep
+from ..http.declared_routes import Routes
 from ..http.errors import OPENAI_FORM, declared
 from ..http.grader_bodies import (
     GraderErrors,
@@ -27,9 +28,7 @@ from ..serving.chats import unless_left
 from ..serving.graders import ask, refuse_grader, refuse_models
 from .openai import OpenAIRoute, client_left
 
-router = APIRouter(
-    route_class=OpenAIRoute, prefix="/openai/v1/fine_tuning/alpha/graders", tags=["graders, in OpenAI's form"]
-)
+router = Routes(OpenAIRoute, prefix="/openai/v1/fine_tuning/alpha/graders", tags=["graders, in OpenAI's form"])
 _ANSWERS: dict[int | str, dict[str, Any]] = declared(form=OPENAI_FORM)
 
 

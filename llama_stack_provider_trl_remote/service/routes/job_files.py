@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Path, Query, Response
+from fastapi import Header, Path, Query, Response
 
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.stack.responses import checkpoint_response
@@ -15,6 +15,7 @@ from llama_stack_provider_trl.system.ownership import Ownership
 
 from ..dependencies import DigestsDep, FeedsDep, SettingsDep, StoppingDep, StoreDep
 from ..http.bodies import CheckpointFiles, EventLine, EventsResponse, ListCheckpointsResponse, MetricsResponse, Point
+from ..http.declared_routes import Routes
 from ..http.errors import declared
 from ..security.access import TASK_JOB, USERS, GuardedRoute
 from ..security.streams import CountedStream
@@ -25,7 +26,7 @@ from ..views.logs import MOST_BYTES, read_log
 from .files import LINES, OCTETS, TEXT, file_response
 from .jobs import JobUuid, as_json
 
-router = APIRouter(route_class=GuardedRoute, prefix="/post-training/jobs/{job_uuid}", tags=["what a job leaves behind"])
+router = Routes(GuardedRoute, prefix="/post-training/jobs/{job_uuid}", tags=["what a job leaves behind"])
 
 _STREAM = "text/event-stream"
 _KINDS = 10

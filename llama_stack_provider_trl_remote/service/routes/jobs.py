@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Path, Query, Response
+from fastapi import Body, Path, Query, Response
 from pydantic import BaseModel
 
 from llama_stack_provider_trl.errors import InvalidRequest
@@ -34,16 +34,18 @@ from ..http.bodies import (
     SupervisedFineTuneBody,
     WorkBody,
 )
+from ..http.declared_routes import Routes
 from ..http.errors import declared
 from ..http.preview import PreviewBody, PreviewResponse
 from ..jobs.stored_jobs import StoredJobs
 from ..security.access import ADMINS, USERS, USERS_JOB, CurrentCaller, GuardedRoute
 from ..views.queue import Sort, job_row, states_named
 
-router = APIRouter(route_class=GuardedRoute, prefix="/post-training", tags=["post-training"])
+router = Routes(GuardedRoute, prefix="/post-training", tags=["post-training"])
 
 JobUuid = Annotated[str, Path(description="The job's name")]
 JobQuery = Annotated[str, Query(description="The job's name")]
+WithConfig = Annotated[bool, Query(description="Add `effective_config`, which is long and rarely changes")]
 
 
 _MOST_FULL = 1000
@@ -146,9 +148,9 @@ async def read_queue(
 
 
 @router.get("/job/status", dependencies=[USERS], response_model=PostTrainingJobStatusResponse, responses=declared(404))
-async def get_job_status(jobs: StoredJobsDep, job_uuid: JobQuery) -> Response:
+async def get_job_status(jobs: StoredJobsDep, job_uuid: JobQuery, config: WithConfig = False) -> Response:
     """The status of a job."""
-    return as_json(jobs.status(job_uuid))
+    return as_json(jobs.status(job_uuid, config))
 
 
 @router.get(
@@ -157,9 +159,9 @@ async def get_job_status(jobs: StoredJobsDep, job_uuid: JobQuery) -> Response:
     response_model=PostTrainingJobStatusResponse,
     responses=declared(404),
 )
-async def job_status(jobs: StoredJobsDep, job_uuid: JobUuid) -> Response:
+async def job_status(jobs: StoredJobsDep, job_uuid: JobUuid, config: WithConfig = False) -> Response:
     """The status of a job."""
-    return as_json(jobs.status(job_uuid))
+    return as_json(jobs.status(job_uuid, config))
 
 
 @router.get(
@@ -209,7 +211,7 @@ async def job_cancel(jobs: StoredJobsDep, job_uuid: JobUuid) -> Response:
 async def pause_job(jobs: StoredJobsDep, job_uuid: JobUuid) -> Response:
     """Save a checkpoint, then free the device; a waiting job stays in the queue, paused."""
     await jobs.pause(job_uuid)
-    return as_json(jobs.status(job_uuid))
+    return as_json(jobs.status(job_uuid, config=False))
 
 
 @router.post(
@@ -221,7 +223,7 @@ async def pause_job(jobs: StoredJobsDep, job_uuid: JobUuid) -> Response:
 async def resume_job(jobs: StoredJobsDep, job_uuid: JobUuid) -> Response:
     """Queue a paused job again."""
     await jobs.resume(job_uuid)
-    return as_json(jobs.status(job_uuid))
+    return as_json(jobs.status(job_uuid, config=False))
 
 
 @router.delete(

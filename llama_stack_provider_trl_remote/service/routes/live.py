@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Query, Response
+from fastapi import Header, Query, Response
 
 from llama_stack_provider_trl.errors import InvalidRequest
 
 from ..dependencies import FeedsDep, SeriesDep, StoppingDep, StoreDep
 from ..http.bodies import JobStateRow, JobStatesResponse, SeriesResponse
+from ..http.declared_routes import Routes
 from ..http.errors import declared
 from ..http.samples import SamplesResponse
 from ..security.access import USERS, GuardedRoute
@@ -20,7 +21,7 @@ from ..views.samples import list_samples
 from ..views.series import LAST_STEP
 from .jobs import JobUuid, as_json
 
-router = APIRouter(route_class=GuardedRoute, prefix="/post-training", tags=["what a job leaves behind"])
+router = Routes(GuardedRoute, prefix="/post-training", tags=["what a job leaves behind"])
 
 _STREAM = "text/event-stream"
 _MOST_JOBS = 100

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query, Response
+from fastapi import Path, Query, Response
 
 from llama_stack_provider_trl.specs.event_fields import LAST_TIME
 
 from ...wire import NAME
 from ..dependencies import NodeRowsDep, NodesDep
+from ..http.declared_routes import Routes
 from ..http.errors import NotFound, declared
 from ..http.node_bodies import ListNodesResponse, NodeLoadResponse, NodeRow
 from ..http.places import ListPlace
@@ -18,7 +19,7 @@ from ..security.access import ADMINS, USERS, GuardedRoute
 from .jobs import as_json
 from .paging import MOST, After, Limit, page_of
 
-router = APIRouter(route_class=GuardedRoute, prefix="/nodes", tags=["nodes"])
+router = Routes(GuardedRoute, prefix="/nodes", tags=["nodes"])
 Name = Annotated[str, Path(pattern=NAME, description="The node's name")]
 
 

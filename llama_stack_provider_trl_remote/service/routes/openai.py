@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
@@ -15,6 +15,7 @@ from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, JobNotF
 
 from ..dependencies import ChatsDep
 from ..http.chat_bodies import ChatBody, CompletionBody
+from ..http.declared_routes import Routes
 from ..http.errors import OPENAI_FORM, NotFound, OpenAIRefused, answered, declared, openai_error
 from ..security.access import USERS_JOB, CurrentCaller, GuardedRoute
 from ..security.streams import CountedStream
@@ -81,7 +82,7 @@ def _param_of(error: Exception) -> str | None:
     return error.field if isinstance(error, InvalidRequest | NotFound) and not isinstance(error, InvalidRows) else None
 
 
-router = APIRouter(route_class=OpenAIRoute, prefix="/openai/v1", tags=["chats, in OpenAI's form"])
+router = Routes(OpenAIRoute, prefix="/openai/v1", tags=["chats, in OpenAI's form"])
 _ANSWERS: dict[int | str, dict[str, Any]] = {
     **declared(404, form=OPENAI_FORM),
     200: {

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 from datetime import UTC, datetime
 
-from fastapi import APIRouter, Response
+from fastapi import Response
 
 from llama_stack_provider_trl.jobs.decisions.pools import Allocation, node_names
 
 from ..cluster.pools import PoolReport, Pools
 from ..dependencies import PoolsDep
+from ..http.declared_routes import Routes
 from ..http.errors import declared
 from ..http.node_bodies import AllocationRow, ListPoolsResponse, PoolRow
 from ..security.access import USERS, GuardedRoute
 from .jobs import as_json
 
-router = APIRouter(route_class=GuardedRoute, prefix="/pools", tags=["nodes"])
+router = Routes(GuardedRoute, prefix="/pools", tags=["nodes"])
 
 
 @router.get("", dependencies=[USERS], response_model=ListPoolsResponse, responses=declared())

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from starlette.responses import JSONResponse
 
 from llama_stack_provider_trl import __version__
 
 from ..dependencies import DisksDep, MetricsDep, SupervisorDep
 from ..http.bodies import Health
+from ..http.declared_routes import Routes
 from ..http.errors import declared
 from ..security.access import ANYONE, READERS, USERS, GuardedRoute
 from .jobs import as_json
 
-router = APIRouter(route_class=GuardedRoute, tags=["service"])
+router = Routes(GuardedRoute, tags=["service"])
 """Served with and without the version of the API: probes of load balancers expect `/health`."""
-pages = APIRouter(route_class=GuardedRoute)
+pages = Routes(GuardedRoute)
 
 
 @router.get("/health", dependencies=[ANYONE], response_model=Health, responses=declared())

@@ -6,13 +6,14 @@ import asyncio
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query, Response
+from fastapi import Path, Query, Response
 
 from llama_stack_provider_trl.jobs.store.tokens import TokenLimits, TokenRecord
 
 from ...wire import NAME
 from ..dependencies import AuditLogDep, LogsDep, SettingsDep, TokensDep
 from ..http.bodies import AuditLine, AuditPage, CreatedToken, CreateToken, ListTokensResponse, TokenRow
+from ..http.declared_routes import Routes
 from ..http.errors import declared
 from ..http.places import ListPlace
 from ..security.access import ADMINS, CurrentCaller, GuardedRoute
@@ -21,9 +22,9 @@ from .files import TEXT
 from .jobs import as_json
 from .paging import MOST, After, Limit, page_of
 
-router = APIRouter(route_class=GuardedRoute, prefix="/tokens", tags=["tokens and audit"])
-audit = APIRouter(route_class=GuardedRoute, prefix="/audit", tags=["tokens and audit"])
-logs = APIRouter(route_class=GuardedRoute, prefix="/logs", tags=["tokens and audit"])
+router = Routes(GuardedRoute, prefix="/tokens", tags=["tokens and audit"])
+audit = Routes(GuardedRoute, prefix="/audit", tags=["tokens and audit"])
+logs = Routes(GuardedRoute, prefix="/logs", tags=["tokens and audit"])
 
 Name = Annotated[str, Path(pattern=NAME, description="The token's name")]
 

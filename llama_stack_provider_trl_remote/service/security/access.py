@@ -281,7 +281,7 @@ class GuardedRoute(APIRoute):
             await self._handle(caller, scope, receive, send)
 
     async def _handle(self, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[ROUTE] = _template(scope["path"], self.path)
+        scope[ROUTE] = self.path
         if scope["method"] not in (self.methods or ()):
             if self.access.roles:
                 caller.require_known()  # before the answer names the methods of a path
@@ -313,13 +313,6 @@ def _user(scope: Scope) -> str:
     """A short name for the user behind the token of a request; empty: the request names none."""
     named = Headers(scope=scope).get(USER_HEADER, "")
     return hashlib.sha256(named.encode("latin-1")).hexdigest()[:16] if named else ""
-
-
-def _template(path: str, template: str) -> str:
-    """The path template of a route. Where FastAPI includes routers without copying them, the template lacks the prefix:
-    the first part of the path."""
-    prefix = "/" + path.split("/")[1]
-    return template if f"{template}/".startswith(f"{prefix}/") else prefix + template
 
 
 def sender(scope: Scope) -> dict[str, Any]:

@@ -1,0 +1,107 @@
+"""Declares routes in one module and builds them where they are served.
+
+FastAPI's own router builds a route when it is declared, which nothing answers with, and again for each prefix under
+which it is included, at the first call: its parameters, its body and its answer each with a validator. A service
+with its routes built twice or three times takes some MiB more, and its first call waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from typing import Any, NamedTuple
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from fastapi.utils import generate_unique_id
+from starlette.routing import compile_path
+
+
+class _Declared(NamedTuple):
+    method: str
+    path: str
+    endpoint: Callable[..., Any]
+    options: dict[str, Any]
+
+
+class Routes:
+    """Routes of a module, by decorators as those of FastAPI's router.
+
+    Args:
+        route_class: builds each of them.
+        prefix: of their paths.
+        tags: under which the OpenAPI document lists them.
+        include_in_schema: whether it does.
+    """
+
+    def __init__(
+        self,
+        route_class: type[APIRoute],
+        prefix: str = "",
+        tags: Sequence[str] = (),
+        include_in_schema: bool = True,
+    ) -> None:
+        self._route_class, self._prefix, self._tags, self._shown = route_class, prefix, tags, include_in_schema
+        self._declared: list[_Declared] = []
+
+    def get(self, path: str, **options: Any) -> Callable[..., Any]:
+        """Declare a route. Options: those of FastAPI's decorators."""
+        return self._declare("GET", path, options)
+
+    def head(self, path: str, **options: Any) -> Callable[..., Any]:
+        """As `get`."""
+        return self._declare("HEAD", path, options)
+
+    def post(self, path: str, **options: Any) -> Callable[..., Any]:
+        """As `get`."""
+        return self._declare("POST", path, options)
+
+    def put(self, path: str, **options: Any) -> Callable[..., Any]:
+        """As `get`."""
+        return self._declare("PUT", path, options)
+
+    def delete(self, path: str, **options: Any) -> Callable[..., Any]:
+        """As `get`."""
+        return self._declare("DELETE", path, options)
+
+    def serve(self, app: FastAPI, *prefixes: str, dependencies: Sequence[Any] = ()) -> Iterator[APIRoute]:
+        """Build the routes for an application, in the order in which they were declared; returns them one by one.
+
+        Args:
+            prefixes: before the path of each. All paths of a route have the same handler.
+            dependencies: of each, before its own.
+        """
+        for method, path, endpoint, options in self._declared:
+            given = {**options, "dependencies": [*dependencies, *options.get("dependencies", ())]}
+            given |= {"include_in_schema": self._shown and options.get("include_in_schema", True)}
+            first, *others = (f"{prefix}{self._prefix}{path}" for prefix in prefixes)
+            app.router.add_api_route(
+                first,
+                endpoint,
+                methods=[method],
+                tags=list(self._tags),
+                route_class_override=self._route_class,
+                **given,
+            )
+            built = app.router.routes[-1]
+            assert isinstance(built, APIRoute)
+            yield built
+            for other in others:
+                app.router.routes.append(twin := _twin_of(built, other))
+                yield twin
+
+    def _declare(self, method: str, path: str, options: dict[str, Any]) -> Callable[..., Any]:
+        def declare[Endpoint: Callable[..., Any]](endpoint: Endpoint) -> Endpoint:
+            self._declared.append(_Declared(method, path, endpoint, options))
+            return endpoint
+
+        return declare
+
+
+def _twin_of(route: APIRoute, path: str) -> APIRoute:
+    """The same route under another path."""
+    twin = copy(route)
+    twin.path = path
+    twin.path_regex, twin.path_format, twin.param_convertors = compile_path(path)
+    twin.unique_id = twin.operation_id or generate_unique_id(twin)
+    return twin
