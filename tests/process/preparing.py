@@ -1,6 +1,6 @@
 """Prepares the rows of test_token_shards.py, which kills this process.
 
-    python -m tests.process.preparing ROOT WORKERS
+python -m tests.process.preparing ROOT WORKERS
 """
 
 from __future__ import annotations
