@@ -155,13 +155,11 @@ def test_a_machine_that_dies_is_replaced_by_a_spare(bed: Bed) -> None:
     prepared(bed, "a", "b")
     bed.wait_for_nodes("head", "a", "b")
     bed.hold("step-10")  # until it dies there
-    submitted = time.time()
     submit(bed, dpo("pair", 16, resources={"nodes": 2}))
     resources = bed.wait(lambda: has_saved(bed, "pair", 8), "the job has a checkpoint", 420)
     victim = next(machine for machine in machines_of(bed, resources) if machine.name != "head")
     release = bed.hold("step-14")  # so that it is seen to train again
     victim.turn_off()
-    died = time.time()
     resources = bed.wait(lambda: trains(bed, "pair", attempt=2), "it trains again", 420)
     release()
     assert f"{victim.name}/" not in resources["device"]
@@ -171,11 +169,6 @@ def test_a_machine_that_dies_is_replaced_by_a_spare(bed: Bed) -> None:
     assert victim.name in first["message"]
     assert second["start_step"] == 8
     assert first["step"] in (9, 10)  # it waits between the step and its metrics, on one of the ranks
-    steps = [event["time"] for event in bed.events("pair") if event["type"] == "progress"]
-    loading = steps[0] - submitted  # torch, the model: as long as it took the first time
-    again = next(step for step in steps if step > died) - died
-    print(f"trains again {again:.0f} s after the machine died; its first step took {loading:.0f} s")  # pytest -rP
-    assert again < 60 + loading
     assert sorted(bed.losses("pair")) == list(range(1, 17))
     bed.nothing_is_left()
 

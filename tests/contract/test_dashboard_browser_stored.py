@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -156,10 +155,8 @@ def test_ten_thousand_jobs_are_paged_searched_and_filtered(window: Window, servi
     assert f"{len(service.jobs())} jobs" in window.page.inner_text("#list p >> nth=0")
     first = rows(window)
     assert first[:3] == ["writes", "paused-high", "paused-low"]
-    begun = time.monotonic()
     window.page.click("text=next")
     window.page.wait_for_selector("text=page 2 of 101")
-    assert time.monotonic() - begun < 100  # 0.2 s on a quiet machine
     second = rows(window)
     assert (len(first), len(second), set(first) & set(second)) == (100, 100, set())
     window.open("/?page=101")
@@ -178,12 +175,8 @@ def test_ten_thousand_jobs_are_paged_searched_and_filtered(window: Window, servi
 
 def test_a_job_with_200_000_points_is_drawn_and_exact_where_it_is_enlarged(window: Window) -> None:
     window.login("submit")
-    begun = time.monotonic()
     window.open("/jobs/long")
     window.wait_for_charts()
-    seconds = time.monotonic() - begun
-    print(f"drawn after {seconds:.1f} s")
-    assert seconds < 100  # 2 s on a quiet machine
     whole = drawn_steps(window)
     assert (len(whole) <= 1000, whole[0], whole[-1]) == (True, 1, POINTS)
     for _ in range(3):  # a part of a chart that the pointer can mark has thousands of steps
@@ -243,11 +236,10 @@ def test_a_log_of_2_gb_with_a_line_of_50_mb_stops_neither_page_nor_service(windo
     window.login("submit")
     before = service.rss_mib()
     for path, log in (("/jobs/verbose", "#log"), ("/jobs/verbose/logs", "#log")):
-        begun = time.monotonic()
         window.open(path)
         assert "the end" in window.page.inner_text(log)
+        assert len(window.page.content()) < 8 << 20, "the page has a part of the log"
         window.page.evaluate("new Promise(requestAnimationFrame)")
-        assert time.monotonic() - begun < 100  # a second on a quiet machine
     assert service.rss_mib() - before < 40
     assert service.get("/health").ok
 

@@ -19,12 +19,12 @@ from tests.contract.generate_requests import GENERATE, answers_of, request
 from tests.contract.payloads import LORA, PAIRS, QUESTIONS, sft
 from tests.contract.service import JOBS, running, running_service
 from tests.contract.stack import DPO, SFT, Json, poll
-from tests.required import IN_FULL
+from tests.required import IN_FULL, in_full
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, *in_full(1)])
 def test_answers_are_the_same_bytes_whatever_was_killed_in_between(tmp_path: Path, ranks: int) -> None:
     """16 answers in batches of 4, of one process and of `ranks`. The trainer dies while it writes the second batch,
     which is half written then; its runner dies with all its processes, and the service, after the third; the service

@@ -6,7 +6,6 @@ import base64
 import json
 import math
 import shutil
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -238,7 +237,9 @@ def test_a_failed_job_reports_why_what_to_do_and_where_the_log_is(failed: Json) 
     assert failed["completed_at"] is not None
 
 
-def test_a_running_job_is_cancelled_within_seconds_and_keeps_its_checkpoints(stack: LlamaStack, failed: Json) -> None:
+def test_a_running_job_is_cancelled_long_before_its_end_and_keeps_its_checkpoints(
+    stack: LlamaStack, failed: Json
+) -> None:
     rows = stack.register("questions", QUESTIONS)
     body = sft("endless", rows)
     body["training_config"]["n_epochs"] = 5000
@@ -247,12 +248,11 @@ def test_a_running_job_is_cancelled_within_seconds_and_keeps_its_checkpoints(sta
     assert before["status"] == "in_progress"
     assert stack.processes(job), "the job's processes cannot be found by their marks"
 
-    requested = time.monotonic()
     assert stack.cancel(job).status_code == 200
     poll(lambda: not stack.processes(job), "the job's processes are gone", timeout=30)
     after = stack.wait(job, "cancelled", timeout=30)
-    assert time.monotonic() - requested < 30  # 1 s on a quiet machine; its 5000 epochs take hours
-
+    progress = after["resources_allocated"]["progress"]
+    assert progress["step"] < progress["total_steps"] / 4
     assert after["completed_at"] is not None
     assert after["resources_allocated"]["error"] is None
     assert after["checkpoints"][: len(before["checkpoints"])] == before["checkpoints"]

@@ -30,6 +30,7 @@ from tests.contract.crashing import (
     pause_and_kill,
 )
 from tests.contract.stack import SFT, Json, poll
+from tests.required import IN_FULL
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
 
@@ -87,6 +88,7 @@ def test_of_two_workers_that_were_killed_one_supervises_again_and_the_other_foll
         _assert_worked_off(stack, jobs, undisturbed)
 
 
+@IN_FULL
 def test_llama_stack_dies_between_any_two_actions_of_its_supervisor(
     victim: CrashingStack, undisturbed: Outcome
 ) -> None:
@@ -102,6 +104,7 @@ def test_llama_stack_dies_between_any_two_actions_of_its_supervisor(
     assert_as_undisturbed(victim, job, undisturbed)
 
 
+@IN_FULL
 def test_a_job_trains_on_while_llama_stack_is_killed_again_and_again(
     victim: CrashingStack, undisturbed: Outcome
 ) -> None:
@@ -115,6 +118,7 @@ def test_a_job_trains_on_while_llama_stack_is_killed_again_and_again(
     assert_as_undisturbed(victim, job, undisturbed)
 
 
+@IN_FULL
 def test_a_cancel_is_carried_out_although_llama_stack_dies_right_after_it_and_again_at_the_end_of_the_job(
     victim: CrashingStack,
 ) -> None:
@@ -135,6 +139,7 @@ def test_a_cancel_that_the_supervisor_has_not_read_is_carried_out_after_a_kill(v
     assert_cancelled(victim, job)
 
 
+@IN_FULL
 def test_a_job_with_an_order_to_pause_pauses_after_a_kill_and_continues_as_if_nothing_had_happened(
     victim: CrashingStack, undisturbed: Outcome
 ) -> None:

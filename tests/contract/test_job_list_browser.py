@@ -174,11 +174,10 @@ def test_nothing_is_wider_than_the_window_small_to_hit_or_hard_to_read(window: W
             assert window.width() <= size["width"], f"{path} {size}"
             assert page.eval_on_selector_all("button, .tick label, nav a, thead a", SMALL) == [], f"{path} {size}"
             assert page.eval_on_selector_all("tr[data-job]", OVERLAPS) == [], f"{path} {size}"
-            for scheme in ("light", "dark"):
-                page.emulate_media(color_scheme=scheme)
-                assert window.faults(*(() if scheme == "light" else ("color-contrast",))) == [], (
-                    f"{path} {size} {scheme}"
-                )
+            assert window.faults() == [], f"{path} {size}"
+        page.emulate_media(color_scheme="dark")
+        assert window.faults("color-contrast") == [], f"{path} dark"
+        page.emulate_media(color_scheme="light")
 
 
 SMALL = """all => all.filter((one) => one.checkVisibility()).filter((one) => {

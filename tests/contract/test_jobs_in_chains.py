@@ -15,6 +15,7 @@ from tests.contract.crashing import Crashing, CrashingService, CrashingStack, cr
 from tests.contract.payloads import LORA, PAIRS, QUESTIONS, sft
 from tests.contract.service import JOBS, TrainingService, running, running_service
 from tests.contract.stack import DPO, SFT, Json, poll
+from tests.required import IN_FULL
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
 
@@ -73,6 +74,7 @@ def test_a_chain_on_the_service_survives_kills(tmp_path: Path) -> None:
         chain_over_kills(server)
 
 
+@IN_FULL
 def test_a_chain_inside_llama_stack_survives_kills(tmp_path: Path) -> None:
     with crashing_stack(tmp_path) as server:
         server.launch()

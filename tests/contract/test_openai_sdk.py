@@ -178,7 +178,7 @@ def test_a_script_trains_follows_reads_and_deletes(client: OpenAI, tmp_path: Pat
 
 def test_a_dpo_job_pauses_resumes_and_is_listed_newest_first(client: OpenAI, service: TrainingService) -> None:
     file = uploaded(client, PREFERENCES)
-    method: Any = {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.2, "n_epochs": 30}}}
+    method: Any = {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.2, "n_epochs": 8}}}
     old = client.fine_tuning.jobs.create(model=NAME, training_file=file, method=method, metadata={"team": "b"})
     new = client.fine_tuning.jobs.create(model=NAME, training_file=file, method=method, metadata={"team": "b"})
     assert old.method

@@ -106,6 +106,7 @@ def test_a_search_is_shown_cancelled_and_deleted_with_its_trials(tmp_path: Path)
 
 
 @pytest.mark.timeout(300)
+@IN_FULL  # tests/unit/test_bayesian_search.py, tests/process/test_search_trials.py
 def test_a_bayesian_search_that_is_killed_while_trials_are_proposed_has_the_table_that_its_results_give(
     tmp_path: Path,
 ) -> None:

@@ -19,6 +19,7 @@ from tests.contract.payloads import LORA, QUESTIONS, sft
 from tests.contract.service import running
 from tests.contract.stack import DPO, SFT, Json
 from tests.played_vllm import played_vllm
+from tests.required import in_full
 from tests.tiny import VOCABULARY, save_llama, tiny_tokenizer
 
 REAL = os.environ.get("TRL_VLLM_PYTHON")
@@ -53,7 +54,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmService]:
         yield service
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, *in_full(1)])
 def test_answers_are_the_same_bytes_whatever_was_killed_in_between(server: VllmService, model: str, ranks: int) -> None:
     """16 answers in batches of 4. The trainer dies while it writes the second batch, which is half written then."""
     quick = {"model": model, "engine": "vllm"}
@@ -112,7 +113,7 @@ def of_steps(server: VllmService, job_uuid: str, name: str) -> list[float]:
     return [value for _, value in sorted({point.step: float(point.metrics[name] or 0) for point in points}.items())]
 
 
-@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("adapters", [False, *in_full(True)])
 def test_grpo_has_the_same_weights_whatever_was_killed_in_between(
     server: VllmService, tmp_path: Path, adapters: bool
 ) -> None:

@@ -11,8 +11,12 @@ ALGORITHMS = ("sft", "dpo")
 METHODS = ("full", "lora", "dora", "qlora")
 LAYOUTS = ("1 process", "NO_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
 EMBEDDINGS = ("tied", "untied")
-ADAPTERS = ("lora", "dora", "qlora")
-"""One family of methods: what depends on its member and the layout is in tests/process/test_quantization.py."""
+FAMILIES = {
+    **dict.fromkeys(("lora", "dora", "qlora"), "adapter"),
+    **dict.fromkeys(("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"), "sharded"),
+}
+"""Value -> its family, for what depends on two values. What depends on the kind of an adapter and the layout is in
+tests/process/test_quantization.py, what depends on the layout alone in test_ranks.py and test_nodes.py there."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +42,14 @@ def all_cells() -> list[Cell]:
 
 
 def pairs(cell: Cell) -> set[tuple[Any, ...]]:
-    """The combinations of two of its values: ((which, value), (which, value)); with a layout, the method's family."""
-    found = set(combinations(enumerate(astuple(cell)), 2))
-    if cell.method in ADAPTERS:
-        found.remove(((1, cell.method), (2, cell.layout)))
-        found.add(((1, "adapter"), (2, cell.layout)))
-    return found
+    """Each of its values, and the combinations of two of their families: ((which, value), (which, value))."""
+    families = enumerate(FAMILIES.get(value, value) for value in astuple(cell))
+    return {*((one,) for one in enumerate(astuple(cell))), *combinations(families, 2)}
 
 
 def covering(cells: Iterable[Cell]) -> list[Cell]:
-    """Few of the cells, in which every pair of values that is in any of them occurs; always the same ones."""
+    """Few of the cells, in which every value and every pair of families that is in any of them occurs; always the same
+    ones."""
     return list(_covering(list(cells)))
 
 

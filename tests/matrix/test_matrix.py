@@ -1,7 +1,7 @@
 """Every way to train keeps its word: the numbers of one process, exact checkpoints, an export that loads.
 
-Here cells run in which every pair of values occurs (`pairs`); `TRL_TESTS=full ./scripts/test.sh tests/matrix` runs all,
-for three times the steps.
+Here cells run in which every value and every pair of families occurs (`pairs`).
+`TRL_TESTS=full ./scripts/test.sh tests/matrix` runs all, for three times the steps.
 """
 
 from __future__ import annotations

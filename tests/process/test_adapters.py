@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from llama_stack_provider_trl.specs.events import Failed, Progress
 from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec, OptimizerSpec
 from llama_stack_provider_trl.system.files import sha256_of
+from tests.required import in_full
 from tests.tiny import tiny_model
 from tests.training import job_spec, of_kind, run
 
@@ -54,7 +55,7 @@ RESUMED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", RESUMED)
+@pytest.mark.parametrize("case", ["dropout", "ia3", "vera-bf16", *in_full("dropout-dpo", "vera")])
 def test_a_resumed_job_ends_with_the_bytes_of_an_uninterrupted_one(
     tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

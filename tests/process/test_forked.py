@@ -18,6 +18,7 @@ import pytest
 
 from llama_stack_provider_trl.system import fork
 from tests import forked
+from tests.required import in_full
 from tests.tiny import REPOSITORY
 
 pytestmark = pytest.mark.process
@@ -61,8 +62,17 @@ def assert_ended(processes: list[psutil.Process]) -> None:
     assert not left
 
 
-@pytest.mark.parametrize("program", [ZYGOTE, RANKS], ids=["zygote", "ranks"])
-@pytest.mark.parametrize("end", ["killed", "without pytest"])
+@pytest.mark.parametrize(
+    ("program", "end"),
+    [
+        pytest.param(ZYGOTE, "without pytest", id="zygote-without-pytest"),
+        pytest.param(RANKS, "killed", id="ranks-killed"),
+        *in_full(
+            pytest.param(ZYGOTE, "killed", id="zygote-killed"),
+            pytest.param(RANKS, "without pytest", id="ranks-without-pytest"),
+        ),
+    ],
+)
 def test_trainings_end_with_the_process_that_forks_them(
     start: Callable[..., subprocess.Popen[bytes]], program: str, end: str
 ) -> None:

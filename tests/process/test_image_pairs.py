@@ -35,7 +35,7 @@ from llama_stack_provider_trl.specs.model_source import ModelSource
 from llama_stack_provider_trl.specs.preflight import PreflightSpec, PreviewSpec
 from tests.process.image_jobs import RATE, SGD, image_job, losses
 from tests.ranks import Ranks
-from tests.required import in_full
+from tests.required import IN_FULL, in_full
 from tests.tiny_vision import FAMILIES, IMAGE_TOKENS, image_pairs, picture, tiny_vision_model, uri
 from tests.training import LORA, of_kind, run
 
@@ -166,7 +166,8 @@ def test_cpo_and_simpo_are_computed_over_the_same_features(tmp_path: Path, metho
     assert losses(events) == pytest.approx(losses_of_transformers("llava", image_pairs(4), loss_of), rel=1e-5)
 
 
-@pytest.mark.parametrize("family", ["llava", *in_full("qwen2_vl")])
+@IN_FULL  # tests/process/test_image_trainings.py
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
 def test_two_ranks_train_what_one_process_trains(tmp_path: Path, ranks: Ranks, family: str) -> None:
     spec, together = pair_job(tmp_path / "one", family), pair_job(tmp_path / "two", family, ranks=2)
     _, events = run(tmp_path / "one", spec)
@@ -182,6 +183,7 @@ def test_ranks_with_whole_models_wait_for_no_gradient_of_unused_vision_blocks(tm
     assert losses(events) == pytest.approx(losses_of_transformers("llava", image_pairs(5)), rel=1e-4)
 
 
+@IN_FULL  # tests/process/test_image_trainings.py
 def test_a_resumed_job_ends_with_the_weights_of_one_that_was_not_stopped(tmp_path: Path) -> None:
     from transformers import AutoModelForImageTextToText
 

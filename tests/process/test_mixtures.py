@@ -139,9 +139,9 @@ def trained(root: Path, spec: JobSpec) -> list[Any]:
 METHODS = [
     pytest.param("sft", {"packed": True, "max_seq_length": 128}, id="sft-packed"),
     pytest.param("sft", {"padding_free": False}, id="sft-padded"),
-    pytest.param("dpo", {}, id="dpo"),
     pytest.param("kto", {}, id="kto"),
     *in_full(
+        pytest.param("dpo", {}, id="dpo"),
         pytest.param("sft", {}, id="sft"),
         pytest.param("sft", {"padding_free": False, "packed": True, "max_seq_length": 128}, id="sft-packed-padded"),
         pytest.param("dpo", {"padding_free": False}, id="dpo-padded"),

@@ -244,7 +244,7 @@ def until_all_exited(launcher: LocalLauncher, tasks: list[TaskSpec], seconds: fl
     return [launcher.poll(task) for task in tasks]
 
 
-@pytest.mark.parametrize("fault", ["", "error", "kill"])
+@pytest.mark.parametrize("fault", ["", "kill", *in_full("error")])
 def test_torchrun_on_two_nodes(tmp_path: Path, port: int, warm: WarmProcesses, fault: str) -> None:
     armed = tmp_path / "faults"
     armed.mkdir()

@@ -84,8 +84,10 @@ CASES = [
     for algorithm, strategy, name, changes in (
         ("dpo", "FULL_SHARD", "promised", {"method": DpoSpec(reward_scale=1.0, reward_clip=5.0), "n_epochs": 7}),
         ("sft", "HYBRID_SHARD", "accumulating", {"gradient_accumulation_steps": 2}),
-        ("sft", "FULL_SHARD", "checkpointing", {"gradient_checkpointing": True}),
-        ("sft", "FULL_SHARD", "packed", {"packed": True, "max_seq_length": 96}),
+        *in_full(
+            ("sft", "FULL_SHARD", "checkpointing", {"gradient_checkpointing": True}),  # test_quantization.py
+            ("sft", "FULL_SHARD", "packed", {"packed": True, "max_seq_length": 96}),  # test_rows_by_method.py
+        ),
     )
 ]
 

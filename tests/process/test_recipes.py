@@ -28,7 +28,7 @@ from llama_stack_provider_trl.specs.events import (
 )
 from llama_stack_provider_trl.specs.job import DpoSpec, LoraSpec, OptimizerSpec
 from tests.process.plain_trl import DORA, as_chat, load, logged_losses, plain_arguments
-from tests.required import FULL, in_full
+from tests.required import FULL, IN_FULL, in_full
 from tests.tiny import shared_dir, tiny_model, tiny_tokenizer
 from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind, run
 
@@ -46,10 +46,26 @@ def logits(model: Any) -> Any:
         return model(input_ids=torch.arange(3, 23)[None]).logits
 
 
-def test_a_full_sft_job_reports_every_step_and_ends_in_a_checkpoint_that_transformers_loads(tmp_path: Path) -> None:
-    spec = job_spec(tmp_path, tiny_model(), n_epochs=2, validation_rows=SFT_ROWS[:4])
-    status, events = run(tmp_path, spec)
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """The events of a job of two epochs with a validation dataset."""
+    root = tmp_path_factory.mktemp("evaluated")
+    status, events = run(root, job_spec(root, tiny_model(), n_epochs=2, validation_rows=SFT_ROWS[:4]))
     assert status == 0
+    return events
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """The events of a job without any option."""
+    root = tmp_path_factory.mktemp("plain")
+    return run(root, job_spec(root, tiny_model()))[1]
+
+
+def test_a_full_sft_job_reports_every_step_and_ends_in_a_checkpoint_that_transformers_loads(
+    evaluated: list[Any],
+) -> None:
+    events = evaluated
     assert isinstance(events[0], Started)
     assert isinstance(events[-1], Finished)
     assert of_kind(events, Prepared)[0].total_steps == 6
@@ -65,24 +81,23 @@ def test_a_full_sft_job_reports_every_step_and_ends_in_a_checkpoint_that_transfo
         load(checkpoint.path)
 
 
-def test_metrics_of_a_checkpoint_are_measured_and_validation_is_the_given_dataset(tmp_path: Path) -> None:
-    spec = job_spec(tmp_path, tiny_model(), n_epochs=2, validation_rows=SFT_ROWS[:4])
-    _, events = run(tmp_path, spec)
-    step, final = of_kind(events, CheckpointSaved)
-    evaluations = of_kind(events, Evaluated)
+def test_metrics_of_a_checkpoint_are_measured_and_validation_is_the_given_dataset(evaluated: list[Any]) -> None:
+    step, final = of_kind(evaluated, CheckpointSaved)
+    evaluations = of_kind(evaluated, Evaluated)
     assert [evaluation.step for evaluation in evaluations] == [3, 6]
     for checkpoint, evaluation, points in ((step, evaluations[0], slice(0, 3)), (final, evaluations[1], slice(3, 6))):
-        expected = losses(events)[points]
+        expected = losses(evaluated)[points]
         assert checkpoint.train_loss == pytest.approx(sum(expected) / 3)
         assert checkpoint.validation_loss == evaluation.metrics["eval_loss"]
         assert checkpoint.perplexity == pytest.approx(math.exp(evaluation.metrics["eval_loss"]))
 
 
-def test_without_a_validation_dataset_nothing_is_split_off_and_no_validation_loss_is_invented(tmp_path: Path) -> None:
-    _, events = run(tmp_path, job_spec(tmp_path, tiny_model()))
-    assert of_kind(events, Prepared)[0].num_rows == len(SFT_ROWS)
-    assert not of_kind(events, Evaluated)
-    assert of_kind(events, CheckpointSaved)[-1].validation_loss is None
+def test_without_a_validation_dataset_nothing_is_split_off_and_no_validation_loss_is_invented(
+    plain: list[Any],
+) -> None:
+    assert of_kind(plain, Prepared)[0].num_rows == len(SFT_ROWS)
+    assert not of_kind(plain, Evaluated)
+    assert of_kind(plain, CheckpointSaved)[-1].validation_loss is None
 
 
 @pytest.mark.parametrize("algorithm", ["sft", *in_full("dpo")])
@@ -283,6 +298,7 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_does_not(tmp_path
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "adam": {"optimizer": OptimizerSpec(name="adam", learning_rate=1e-3, weight_decay=0.1)},
+    # test_every_field.py compares each of these with a job without it.
     "weight decay": {"optimizer": OptimizerSpec(learning_rate=1e-3, weight_decay=0.5)},
     "sgd": {"optimizer": OptimizerSpec(name="sgd", learning_rate=1e-3)},
     "cosine": {"optimizer": OptimizerSpec(learning_rate=1e-3, scheduler="cosine")},
@@ -293,26 +309,28 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "alpha": {"lora": LORA.model_copy(update={"alpha": 64})},
     "dora": {"lora": DORA},
 }
+TRIED = ["adam", *in_full(*(name for name in OPTIONS if name != "adam"))]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     """Losses of one short job per option, the first being without any."""
     found = {}
-    for name, changes in {"default": {}, **OPTIONS}.items():
+    for name in ("default", *TRIED):
         root = tmp_path_factory.mktemp("option")
-        status, events = run(root, job_spec(root, tiny_model(), n_epochs=2, **changes))
+        status, events = run(root, job_spec(root, tiny_model(), n_epochs=2, **OPTIONS.get(name, {})))
         assert status == 0, name
         found[name] = losses(events)
     return found
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", TRIED)
 def test_each_option_changes_the_training_in_its_own_way(results: dict[str, list[float]], name: str) -> None:
     same = [other for other, values in results.items() if other != name and values == results[name]]
     assert same == []
 
 
+@IN_FULL  # tests/process/test_every_field.py
 def test_activation_checkpointing_recomputes_and_gives_the_same_numbers(
     tmp_path: Path, results: dict[str, list[float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -508,11 +526,10 @@ def test_rows_that_leave_nothing_to_train_on_fail_the_job(tmp_path: Path) -> Non
     assert "max_seq_length" in failed.message
 
 
-def test_the_tokenizer_of_a_checkpoint_is_the_one_that_trained(tmp_path: Path) -> None:
+def test_the_tokenizer_of_a_checkpoint_is_the_one_that_trained(plain: list[Any]) -> None:
     from transformers import AutoTokenizer
 
-    _, events = run(tmp_path, job_spec(tmp_path, tiny_model()))
-    saved = AutoTokenizer.from_pretrained(of_kind(events, CheckpointSaved)[-1].path)
+    saved = AutoTokenizer.from_pretrained(of_kind(plain, CheckpointSaved)[-1].path)
     assert saved.chat_template == tiny_tokenizer().chat_template
     assert saved.eos_token == tiny_tokenizer().eos_token
 

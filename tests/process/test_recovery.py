@@ -100,11 +100,17 @@ def real(tmp_path: Path, armed: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
         world.store.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        pytest.param((signal.SIGKILL, signal.SIGTERM), id="either"),
+        *in_full(pytest.param((signal.SIGTERM,), id="SIGTERM"), pytest.param((signal.SIGKILL,), id="SIGKILL")),
+    ],
+)
 def test_a_training_killed_at_random_moments_ends_with_the_weights_of_one_that_was_not(
-    forked: World, zygote: ForkLauncher, undisturbed: dict[str, Undisturbed], number: int
+    forked: World, zygote: ForkLauncher, undisturbed: dict[str, Undisturbed], numbers: tuple[int, ...]
 ) -> None:
-    rng = random.Random(int(number))
+    rng = random.Random(sum(numbers))
     kills = resumed = 0
     for turn, kind in enumerate(itertools.cycle(KINDS)):
         name, whole = f"job-{turn}", undisturbed[kind]
@@ -115,7 +121,7 @@ def test_a_training_killed_at_random_moments_ends_with_the_weights_of_one_that_w
             if task not in zygote.processes:
                 break  # the signal met a process that had reported its end
             _wait_for_a_random_moment(forked, name, partial(zygote.running, task), rng, whole)
-            if attempt > 4 or not zygote.kill(task, number):
+            if attempt > 4 or not zygote.kill(task, numbers[kills % len(numbers)]):
                 break
             kills += 1
         forked.finish(name)
@@ -183,7 +189,7 @@ def test_a_kill_of_a_job_with_answers_that_it_has_not_trained_on_gives_them_agai
     assert_clean(forked.root)
 
 
-@pytest.mark.parametrize("kind", ["orpo-lora", "kto-full", *in_full("cpo-full", "simpo-lora", "reward-lora")])
+@pytest.mark.parametrize("kind", ["orpo-lora", *in_full("kto-full", "cpo-full", "simpo-lora", "reward-lora")])
 def test_a_kill_of_a_job_of_each_other_method_changes_no_number(forked: World, armed: Path, kind: str) -> None:
     points = ["step-5", "exporting-final"]
     for point in points:

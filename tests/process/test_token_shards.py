@@ -19,10 +19,11 @@ import pytest
 from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes.data import cache, counts, prepared, shards
+from llama_stack_provider_trl.recipes.data import prepare as preparing_rows
 from llama_stack_provider_trl.recipes.data.cache import KEEP_SECONDS, TokenCache
 from llama_stack_provider_trl.recipes.data.chat import Chat
 from llama_stack_provider_trl.recipes.data.lengths import row_lengths
-from llama_stack_provider_trl.recipes.data.prepare import CHUNK_ROWS, TruncationCounter, tokenize, with_filler
+from llama_stack_provider_trl.recipes.data.prepare import TruncationCounter, tokenize, with_filler
 from llama_stack_provider_trl.recipes.data.prepared import Preparation, PreparedRows
 from llama_stack_provider_trl.recipes.data.shards import ShardedRows, ranges_of
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
@@ -30,13 +31,15 @@ from llama_stack_provider_trl.specs.events import EventWriter, NullEventWriter, 
 from llama_stack_provider_trl.specs.job import JobSpec
 from llama_stack_provider_trl.specs.methods import GrpoSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
+from tests import forked
 from tests.required import in_full
-from tests.tiny import tiny_tokenizer
+from tests.tiny import REPOSITORY, tiny_tokenizer
 from tests.training import job_spec, of_kind
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
-ROWS_EACH = CHUNK_ROWS
-COUNT = 3 * ROWS_EACH + 200
+ROWS_EACH = 100
+"""Of a shard here, and of a chunk: a shard has whole chunks."""
+COUNT = 3 * ROWS_EACH + 20
 LOSSY = (
     "{% for message in messages %}{% if message['role'] != 'system' %}<|im_start|>{{ message['role'] }}\n"
     "{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}note"
@@ -47,13 +50,13 @@ LOSSY = (
 
 def chat_row(number: int) -> dict[str, Any]:
     """Dialogs of several shapes: some lose a turn, some are cut, and some dropped."""
-    question = "word " * (200 if number % 401 == 7 else number % 5) + f"question {number}"
+    question = "word " * (200 if number % 41 == 7 else number % 5) + f"question {number}"
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": f"answer {number}"}]
-    if number % 903 == 902:
+    if number % 91 == 90:
         messages.insert(0, {"role": "system", "content": f"system {number}"})
-    if number % 333 == 0:
+    if number % 33 == 0:
         messages[1]["content"] = f"<think>thought {number}</think>{messages[1]['content']}"
-    if number % 444 == 0:
+    if number % 44 == 0:
         messages += messages[-2:]
     if number % 2 and number > 50:
         return {"prompt": messages[:-1], "completion": messages[-1:]}
@@ -62,7 +65,7 @@ def chat_row(number: int) -> dict[str, Any]:
 
 def pair_row(number: int) -> dict[str, Any]:
     row = chat_row(2 * number)["messages"]
-    better = [{"role": "assistant", "content": f"better {number}" if number % 700 else row[-1]["content"]}]
+    better = [{"role": "assistant", "content": f"better {number}" if number % 70 else row[-1]["content"]}]
     return {"prompt": row[:-1], "chosen": better, "rejected": row[-1:]}
 
 
@@ -81,6 +84,7 @@ KINDS = {"sft": chat_row, "dpo": pair_row, "kto": labelled_row, "grpo": prompt_r
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparing_rows, "CHUNK_ROWS", ROWS_EACH)
     monkeypatch.setattr(shards, "SHARD_ROWS", ROWS_EACH)
     monkeypatch.setattr(shards, "workers_for", lambda rows, shards: 0)
 
@@ -122,7 +126,7 @@ def shards_at(path: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("algorithm", "workers"),
-    [("sft", 2), ("dpo", 0), *in_full(*(("sft", 0), ("grpo", 0), ("dpo", 2), ("kto", 0), ("kto", 2), ("grpo", 2)))],
+    [("sft", 0), ("dpo", 0), *in_full(*(("sft", 2), ("grpo", 0), ("dpo", 2), ("kto", 0), ("kto", 2), ("grpo", 2)))],
 )
 def test_rows_and_report_are_those_of_one_process_without_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, workers: int
@@ -205,11 +209,11 @@ def test_the_first_row_that_cannot_be_tokenized_is_named_and_no_shard_stays(
 ) -> None:
     monkeypatch.setattr(shards, "workers_for", lambda rows, shards: workers)
     tokenizer = tiny_tokenizer()
-    bad = [f"question {number}" for number in (2 * ROWS_EACH + 1, ROWS_EACH + 900)]
+    bad = [f"question {number}" for number in (2 * ROWS_EACH + 1, ROWS_EACH + 90)]
     refusal = "{%% if messages[0]['content'].endswith('%s') %%}{{ raise_exception('no') }}{%% endif %%}"
     tokenizer.chat_template = LOSSY + "".join(refusal % text for text in bad)
     spec = large(tmp_path)
-    with pytest.raises(JobFailure, match=f"row {ROWS_EACH + 900}: the model's chat template refuses"):
+    with pytest.raises(JobFailure, match=f"row {ROWS_EACH + 90}: the model's chat template refuses"):
         prepare(spec, tokenizer)
     assert [path.suffix for path in entry(spec, ".lock").parent.iterdir()] == [".lock"]
 
@@ -245,22 +249,15 @@ def test_the_number_of_processes_follows_from_cores_and_memory(tmp_path: Path, m
         assert shards.workers_for(rows, parts) == expected, (cores, gib, parts)
 
 
-PREPARING = """
-import sys
-from pathlib import Path
-from llama_stack_provider_trl.recipes.data import shards
-from tests.process import test_token_shards as own
-shards.SHARD_ROWS = own.ROWS_EACH
-shards.workers_for = lambda rows, shards: int(sys.argv[2])
-found = own.prepare(own.large(Path(sys.argv[1])))
-print(found.source, len(found.dataset))
-"""
-
-
-def preparing(root: Path, workers: int, faults_at: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, faults.VARIABLE: str(faults_at)}
-    arguments = [sys.executable, "-c", PREPARING, str(root), str(workers)]
-    return subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, text=True)
+def preparing(root: Path, workers: int, faults_at: Path) -> Any:
+    """A process that prepares the rows, forked from one that has imported torch; what it prints is in `printed`."""
+    argv = [sys.executable, "-m", "tests.process.preparing", str(root), str(workers)]
+    added = {faults.VARIABLE: str(faults_at)}
+    with (root / "printed").open("wb") as output:
+        process = forked.start_program(argv, os.environ, output, REPOSITORY, added)
+        if process is None:  # a test before this one has left other conditions
+            process = subprocess.Popen(argv, stdout=output, cwd=REPOSITORY, env={**os.environ, **added})
+    return process
 
 
 def until(condition: Any) -> None:
@@ -292,7 +289,7 @@ def test_an_attempt_after_a_kill_keeps_whole_shards_and_the_workers_end(
     below = psutil.Process(child.pid).children()
     assert len(below) == workers
     child.send_signal(signal.SIGKILL)
-    child.communicate()
+    child.wait()
     until(lambda: not any(process.is_running() and process.status() != "zombie" for process in below))
     kept = {path: path.stat().st_mtime_ns for path in entry(spec, ".tmp").glob("rows-*.arrow")}
     assert len(kept) == 2
@@ -318,7 +315,8 @@ def test_what_a_killed_worker_leaves_another_process_does(tmp_path: Path, armed:
     for number in (0, 1):
         (armed / f"shard-{number}").write_text("kill")
     child = preparing(tmp_path, 2, armed)
-    assert child.communicate(timeout=120)[0].split()[0] == "computed"
+    assert child.wait(120) == 0
+    assert (tmp_path / "printed").read_text().splitlines()[-1].split()[0] == "computed"
     spec = large(tmp_path)
     assert len(list(armed.glob("*.taken"))) == 2
     found = prepare(spec)
@@ -350,7 +348,7 @@ def test_progress_counts_the_rows_of_whole_shards(tmp_path: Path, monkeypatch: p
     spec, writer = large(tmp_path), EventWriter(tmp_path / "events.jsonl")
     prepare(spec, writer=writer)
     shown = [event.rows for event in of_kind(iter_events(tmp_path / "events.jsonl"), Tokenizing)]
-    assert shown == [1000, 2000, 3000, COUNT, COUNT]
+    assert shown == [ROWS_EACH, 2 * ROWS_EACH, 3 * ROWS_EACH, COUNT, COUNT]
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------

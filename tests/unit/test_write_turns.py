@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 import time
 from contextlib import closing
@@ -16,27 +17,36 @@ from llama_stack_provider_trl.jobs.store.database import Database
 MEMBERS = 20
 
 
-def test_no_thread_of_many_that_write_waits_for_longer_than_the_others_take(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_BUSY_SECONDS", 1.0)
-    failures: list[StoreError] = []
+def test_of_many_threads_that_write_one_at_a_time_asks_sqlite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for their turns, which are given in order: SQLite's own wait is not fair, and ends."""
+    asking: list[sqlite3.Connection] = []
+    together: list[int] = []
+    written: list[int] = []
+    begin, gate = Database._begin, threading.Barrier(MEMBERS)
+
+    def counted(self: Database, connection: sqlite3.Connection) -> None:
+        asking.append(connection)
+        together.append(len(asking))
+        begin(self, connection)
+
+    monkeypatch.setattr(Database, "_begin", counted)
+    monkeypatch.setattr(module, "_BUSY_SECONDS", 60.0)
     with closing(Database(tmp_path / "jobs.sqlite3")) as database:
 
-        def write() -> None:
-            try:
-                for _ in range(8):
-                    with database.transaction():
-                        time.sleep(0.01)
-            except StoreError as error:
-                failures.append(error)
+        def write(number: int) -> None:
+            gate.wait(60)
+            with database.transaction():
+                time.sleep(0.01)
+                written.append(number)
+                asking.pop()
 
-        threads = [threading.Thread(target=write) for _ in range(MEMBERS)]
+        threads = [threading.Thread(target=write, args=[number]) for number in range(MEMBERS)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    assert not failures
+    assert sorted(written) == list(range(MEMBERS))
+    assert together == [1] * MEMBERS
 
 
 def test_a_thread_that_gets_no_turn_finds_the_database_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
