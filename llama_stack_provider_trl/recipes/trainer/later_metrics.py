@@ -79,8 +79,6 @@ class DeviceClock:
 class HeldStep:
     """What a step logs, on its way to CPU memory."""
 
-    step: int
-    epoch: float | None
     steps: int
     """Since the last log."""
     loss: torch.Tensor
@@ -173,7 +171,7 @@ class LaterMetrics(TrainingMetrics):
             or self.state.global_step >= self.state.max_steps
         )
         is_due = self.control.should_log and self.state.global_step > self._globalstep_last_logged
-        if is_due or in_step:
+        if in_step:
             self.read_metrics()
         if is_due and not in_step and not self._why_in_step:
             self._held = self._hold(tr_loss, grad_norm, start_time, learning_rate)
@@ -200,8 +198,6 @@ class LaterMetrics(TrainingMetrics):
         stacked = _copied(torch.stack(list(sums.values()))) if sums else ()
         operations, self.current_flos = self._all_operations(), 0
         held = HeldStep(
-            step=step,
-            epoch=self.state.epoch,
             steps=steps,
             loss=_copied(loss),
             grad_norm=_copied(grad_norm),
@@ -226,15 +222,14 @@ class LaterMetrics(TrainingMetrics):
 
     @contextmanager
     def _as_of(self, held: HeldStep) -> Iterator[None]:
-        """While this is open, the trainer is at the step that is logged."""
-        state = self.state
-        now = state.global_step, state.epoch, self._sums["train"], self.num_tokens
-        state.global_step, state.epoch = held.step, held.epoch
+        """While this is open, the trainer has the sums of the step that is logged. Its number and epoch are still those
+        of the state: the step that is queued counts once its optimizer has stepped."""
+        now = self._sums["train"], self.num_tokens
         self._sums["train"], self.num_tokens = held.sums, held.num_tokens
         try:
             yield
         finally:
-            state.global_step, state.epoch, self._sums["train"], self.num_tokens = now
+            self._sums["train"], self.num_tokens = now
             self.logged = None
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
