@@ -160,6 +160,8 @@ class BuiltTrainer:
             found["grading_models"] = grading
         if self.trainer.gradient_sync is not None:
             found["gradient_sync"] = self.trainer.gradient_sync
+        if self.trainer.metrics_read is not None:
+            found["metrics_read"] = self.trainer.metrics_read
         if self.trainer.groups_by_length:
             found["group_by_length"] = True
         if averaging := self.trainer.spec.train.averaging:

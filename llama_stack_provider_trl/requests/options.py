@@ -27,6 +27,7 @@ from ..specs.job import (
     PeftMethod,
     Prefetch,
     PreflightMode,
+    ReadMetricsLater,
     ReasoningUse,
     RowNames,
     ShardingStrategy,
@@ -365,6 +366,8 @@ class ProviderOptions(Documented, CheckedNames):
     """Sharded ranks that accumulate: reduce gradients once per `step` or `micro_step`. `auto`: by the memory."""
     merge_micro_batches: MergeMicroBatches = "auto"
     """Compute the micro steps of a step together, where numbers stay and memory is left. `auto`: on cuda."""
+    read_metrics_later: ReadMetricsLater = "auto"
+    """Read a step's metrics once the next one is queued, so that no GPU waits for that. `auto`: on cuda."""
     dataloader_num_workers: int | None = Field(None, ge=0, le=64)
     """Processes per rank that prepare batches while the device computes. Default: 2 on cuda, else 0."""
     lr_scheduler: Literal["linear", "cosine", "constant", "warmup_stable_decay"] = "linear"

@@ -39,6 +39,7 @@ def resolve_training(
         "padding_free": options.padding_free,
         "gradient_sync": options.gradient_sync,
         "merge_micro_batches": options.merge_micro_batches,
+        "read_metrics_later": options.read_metrics_later,
         "dataloader_num_workers": options.dataloader_num_workers,
         "optimizer": resolve_optimizer(training, options, METHODS[algorithm].learning_rates[has_adapters], device),
         "seed": options.seed,

@@ -45,6 +45,7 @@ AttnImplementation = Literal["eager", "sdpa", "flash_attention_2", "flash_attent
 AttentionMask = Literal["auto", "always"]
 GradientSync = Literal["auto", "step", "micro_step"]
 MergeMicroBatches = Literal["auto", "always", "never"]
+ReadMetricsLater = Literal["auto", "always", "never"]
 Prefetch = Literal["BACKWARD_PRE", "BACKWARD_POST"]
 
 
@@ -343,6 +344,8 @@ class TrainSpec(Frozen):
     merge_micro_batches: MergeMicroBatches = "auto"
     """Whether the micro steps of an optimizer step are computed together where that changes no number beyond rounding
     and the memory estimate fits. auto: on cuda. always: on a CPU, too."""
+    read_metrics_later: ReadMetricsLater = "auto"
+    """Whether a step's metrics are read once the next one is queued. auto: on cuda. always: on a CPU, too."""
     save_steps: int | None = Field(None, gt=0)
     """Optimizer steps between checkpoints; None: at the end of every epoch and every 30 minutes."""
     eval_steps: int | None = Field(None, gt=0)
@@ -559,6 +562,12 @@ class JobSpec(Frozen):
         """Whether micro batches may be merged on a device: cpu, cuda, cuda:N, mps, or auto, which may be cuda."""
         return self.train.merge_micro_batches == "always" or (
             self.train.merge_micro_batches == "auto" and device.partition(":")[0] in ("auto", "cuda")
+        )
+
+    def may_read_later(self, device: str) -> bool:
+        """Whether metrics may be read a step later on a device: cpu, cuda, cuda:N or mps."""
+        return self.train.read_metrics_later == "always" or (
+            self.train.read_metrics_later == "auto" and device.partition(":")[0] == "cuda"
         )
 
     def in_smaller_parts(self) -> JobSpec | None:

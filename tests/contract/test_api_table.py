@@ -424,6 +424,7 @@ OPTION_ASKS: dict[str, Try] = {
     "attention_mask": Try("always"),
     "gradient_sync": Try("micro_step"),
     "merge_micro_batches": Try("never"),
+    "read_metrics_later": Try("never"),
     "averaging": Try({"interval": 20}, options={"nproc_per_node": 2}),
     "dataloader_num_workers": Try(3),
     "peft_method": Try("vera", around={"algorithm_config": LORA}),

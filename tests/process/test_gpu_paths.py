@@ -29,6 +29,7 @@ from llama_stack_provider_trl.recipes.model.attention import passes_padding_mask
 from llama_stack_provider_trl.recipes.model.fsdp import fsdp_arguments, mixed_precision
 from llama_stack_provider_trl.recipes.model.loading import choose_device
 from llama_stack_provider_trl.recipes.trainer import callbacks
+from llama_stack_provider_trl.recipes.trainer.later_metrics import DeviceClock
 from llama_stack_provider_trl.recipes.trainer.sft import in_one_sequence
 from llama_stack_provider_trl.recipes.trainer.trl_patches import every_position, fuse_head, keep_allocator_cache
 from llama_stack_provider_trl.specs.events import NullEventWriter, Progress
@@ -108,12 +109,13 @@ def test_the_clock_of_a_step_stops_when_the_loss_is_known(monkeypatch: pytest.Mo
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(callbacks.time, "perf_counter", lambda: clock.now)
     callback: Any = object.__new__(callbacks.JobCallback)
+    callback.trainer = SimpleNamespace(clock=DeviceClock(torch.device("cpu")))
     callback._busy_since, callback._tokens, callback._parallel = None, 0.0, None
 
     def step(device_seconds: float, tokens: float) -> float:
         callback.on_step_begin(None, None, None)
         clock.now += device_seconds  # the device computes: Trainer reads the loss before it logs
-        return float(callback._tokens_per_second({"num_tokens": tokens}))
+        return float(callback._tokens_per_second({"num_tokens": tokens}, clock.now))
 
     assert step(2.0, 100.0) == 50.0
     assert step(4.0, 200.0) == 25.0

@@ -338,6 +338,19 @@ def test_a_job_that_runs_out_of_memory_continues_with_half_the_batch_and_the_sam
     assert_clean(forked.root)
 
 
+def test_metrics_that_a_killed_attempt_had_not_read_are_reported_by_the_next_one(forked: World, armed: Path) -> None:
+    for name, read in (("whole", "never"), ("killed", "always")):
+        forked.add(name, "sft-lora", n_epochs=2, read_metrics_later=read)
+        forked.finish(name)
+        for step in (1, 5):  # before the first checkpoint, and after it
+            (armed / f"held-{step}").write_text("kill")
+    assert len(forked.store.attempts("killed")) == 3
+    assert forked.outcome("killed") == forked.outcome("whole")
+    whole, killed = ([point for point in forked.metrics(name) if "loss" in point] for name in ("whole", "killed"))
+    assert killed == whole
+    assert_clean(forked.root)
+
+
 def test_merged_micro_batches_survive_a_kill_and_are_split_where_memory_ends(
     forked: World, zygote: ForkLauncher, armed: Path
 ) -> None:

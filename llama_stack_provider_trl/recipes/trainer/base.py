@@ -9,13 +9,14 @@ import torch
 from accelerate.utils import is_peft_model
 
 from .data_order import DataOrder
+from .later_metrics import LaterMetrics
 from .optimization import Optimization
 from .source_losses import SourceLosses
 from .step_checkpoints import StepCheckpoints
 from .trl_patches import every_position, fast_head, fuse_head, has_fast_head, weighs_tokens_alike
 
 
-class RecipeTrainer(StepCheckpoints, DataOrder, Optimization, SourceLosses):
+class RecipeTrainer(StepCheckpoints, DataOrder, Optimization, SourceLosses, LaterMetrics):
     """What the trainers of all methods have. Those on a trainer of TRL derive from that, too, after this.
 
     Args:

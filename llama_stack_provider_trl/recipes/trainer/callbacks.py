@@ -90,6 +90,7 @@ class JobCallback(TrainerCallback):
         self._random: dict[str, Any] | None = None
         self._saved_at = time.monotonic()
         trainer.checkpoint_fields = lambda: self.checkpoint_fields(trainer.state)
+        trainer.beside_metrics = self._memory
         if answers is not None:
             trainer.before_checkpoint = self._sample_checkpoint
 
@@ -170,7 +171,7 @@ class JobCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self._busy_since is None:
-            self._busy_since = time.perf_counter()
+            self._busy_since = self.trainer.clock.now()
         if self._parallel:
             self._parallel.begin_step()
 
@@ -257,9 +258,9 @@ class JobCallback(TrainerCallback):
         self._losses.append((state.global_step - self.last_logged, logs["loss"]))
         self.last_logged = state.global_step
         metrics = {name: float(value) for name, value in logs.items() if name != "epoch" and math.isfinite(value)}
-        metrics["tokens_per_second"] = self._tokens_per_second(logs)
-        device = self.trainer.args.device
-        memory = ranks.gather_numbers([memory_bytes(device), peak_memory_bytes(device)])
+        logged = self.trainer.logged
+        computed_at, memory = (self.trainer.clock.now(), self._memory()) if logged is None else logged
+        metrics["tokens_per_second"] = self._tokens_per_second(logs, computed_at)
         self.writer.write(
             Progress(
                 step=state.global_step,
@@ -348,13 +349,18 @@ class JobCallback(TrainerCallback):
         control.should_evaluate = evaluate and self.spec.data.validation is not None
         control.should_save = True
 
-    def _tokens_per_second(self, logs: dict[str, float]) -> float:
+    def _memory(self) -> list[list[int]]:
+        """What each rank holds now, and its peak. A collective."""
+        device = self.trainer.args.device
+        return ranks.gather_numbers([memory_bytes(device), peak_memory_bytes(device)])
+
+    def _tokens_per_second(self, logs: dict[str, float], now: float) -> float:
         """Tokens without padding per second since the last log, without evaluations and saves.
 
-        Trainer has read the loss by now, so the device has completed these steps. In `on_step_end` it may not have.
+        Args:
+            now: when the device had computed these steps. In `on_step_end` it may not have.
         """
         tokens, self._tokens = logs.get("num_tokens", 0.0) - self._tokens, logs.get("num_tokens", 0.0)
-        now = time.perf_counter()
         busy, self._busy_since = now - self._busy_since if self._busy_since is not None else 0.0, now
         return round(tokens / busy, 3) if busy else 0.0
 
