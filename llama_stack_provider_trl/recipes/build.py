@@ -26,6 +26,7 @@ from .data.prepared import Preparation
 from .data.prompts import encode_prompts
 from .data.sampling import BatchPlan
 from .distributed import ranks
+from .fast.mlp import tile_mlp
 from .fast.model import use_rows
 from .fast.smaller_batches import in_parts
 from .fast.support import with_batches
@@ -55,7 +56,7 @@ from .trainer.custom import check_rows_of_jobs, other_version, used_method
 from .trainer.methods import trainer_of
 from .trainer.reference import check_vocabulary
 from .trainer.rewards import other_packages, used_packages
-from .trainer.trl_patches import choose_head_kernels
+from .trainer.trl_patches import choose_head_kernels, gradients_of_head
 from .vision import with_images
 
 _NOT_COUNTS = ("warnings", "lost_turns", "largest_id", "largest_id_row")
@@ -101,6 +102,8 @@ class Policy:
     """Its weights, where they stay in their files until it is sharded."""
     continued: PeftModel | None = None
     """The model with the adapter that the job continues."""
+    mlp_tiles: str = ""
+    """Whether its feed-forward networks compute in tiles, and why not."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,12 @@ class BuiltTrainer:
             return False
         return spec.data.has_images or passes_padding_mask(spec, self.policy.model, self.trainer.args.device.type)
 
+    @property
+    def _gradients_of_head(self) -> dict[str, str]:
+        if not self.trainer.head_outputs:
+            return {}
+        return {"head_gradients": gradients_of_head(self.trainer.spec, self.trainer.args.device.type)}
+
     def effective(self) -> dict[str, Any]:
         """What was decided beyond the spec, for the job's record."""
         model, data, policy = self.policy.model, self.data, self.policy
@@ -138,6 +147,8 @@ class BuiltTrainer:
             "attention_mask": "passed" if self.passes_mask else "not passed",
             **({"padding_free": self.padding_free} if self.padding_free else {}),
             "head_kernels": self.head_kernels,
+            **self._gradients_of_head,
+            "mlp_tiles": policy.mlp_tiles,
             "weights_dtype": str(model.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "dataloader_num_workers": self.trainer.args.dataloader_num_workers,
@@ -178,6 +189,8 @@ class BuiltTrainer:
             found["memory"] = self.memory
         if policy.quantization:
             found["quantization"] = policy.quantization
+        if self.trainer.fused_lora:
+            found["fused_lora"] = self.trainer.fused_lora
         if policy.adapters:
             found["lora_target_modules"] = sorted(policy.adapters.target_modules or ())
         if policy.continued:
@@ -318,6 +331,7 @@ def load_policy(spec: JobSpec, device: torch.device, warn: Callable[[str], None]
     set_attention(spec, model)
     if spec.compute.padding_free:
         use_rows(model, device.type)
+    mlp_tiles = tile_mlp(model, spec, device.type)
     check_length(model, spec.data.max_seq_length)
     if spec.data.packed and not spec.compute.padding_free and (spec.uses_flash_kernels or has_placeholders(model)):
         # Flash kernels compute on GPUs in half precision, where the model may be in CPU memory and in fp32.
@@ -335,7 +349,7 @@ def load_policy(spec: JobSpec, device: torch.device, warn: Callable[[str], None]
     trained = None
     if adapters is not None and continues(spec):
         trained = continued(spec, model, adapters, reference=has_reference_adapter(spec))
-    return Policy(model, quantization, adapters, deferred, trained)
+    return Policy(model, quantization, adapters, deferred, trained, mlp_tiles)
 
 
 def _slow_dtype(dtype: Dtype, device: torch.device) -> list[str]:

@@ -22,7 +22,9 @@ from ..specs.job import (
     AttnImplementation,
     DroppedTurns,
     Duplicates,
+    FuseLora,
     GradientSync,
+    HeadGradients,
     MergeMicroBatches,
     PeftMethod,
     Prefetch,
@@ -31,6 +33,7 @@ from ..specs.job import (
     ReasoningUse,
     RowNames,
     ShardingStrategy,
+    TileMlp,
     TrainOn,
 )
 from ..specs.model_source import AdapterUse
@@ -368,6 +371,12 @@ class ProviderOptions(Documented, CheckedNames):
     """Compute the micro steps of a step together, where numbers stay and memory is left. `auto`: on cuda."""
     read_metrics_later: ReadMetricsLater = "auto"
     """Read a step's metrics once the next one is queued, so that no GPU waits for that. `auto`: on cuda."""
+    head_gradients: HeadGradients = "forward"
+    """The output head's gradients: in the `forward` pass where possible, or in the `backward` pass, logits again."""
+    fuse_lora: FuseLora = "auto"
+    """Compute a LoRA layer's base product and its update as one operation, where numbers stay. `auto`: on cuda."""
+    tile_mlp: TileMlp = "auto"
+    """Compute feed-forward networks of long batches in tiles. `auto`: on cuda, where rows have above 16,384 tokens."""
     dataloader_num_workers: int | None = Field(None, ge=0, le=64)
     """Processes per rank that prepare batches while the device computes. Default: 2 on cuda, else 0."""
     lr_scheduler: Literal["linear", "cosine", "constant", "warmup_stable_decay"] = "linear"

@@ -46,6 +46,9 @@ AttentionMask = Literal["auto", "always"]
 GradientSync = Literal["auto", "step", "micro_step"]
 MergeMicroBatches = Literal["auto", "always", "never"]
 ReadMetricsLater = Literal["auto", "always", "never"]
+FuseLora = Literal["auto", "always", "never"]
+HeadGradients = Literal["forward", "backward"]
+TileMlp = Literal["auto", "always", "never"]
 Prefetch = Literal["BACKWARD_PRE", "BACKWARD_POST"]
 
 
@@ -313,6 +316,15 @@ class ComputeSpec(Frozen):
     padding_free: bool = True
     """Batches in one sequence: no padding, and of a pair the prompt once, where the model's attention allows it
     (`recipes.fast`)."""
+    head_gradients: HeadGradients = "forward"
+    """In batches in one sequence, forward: the pass that computes the logits computes their gradients too, as far as it
+    can (`recipes.fast.head`). backward: TRL's head, which computes the logits again for them."""
+    fuse_lora: FuseLora = "auto"
+    """Whether a LoRA layer computes its base product and its update as one operation (`recipes.fast.lora`), where that
+    has the numbers of PEFT's own. auto: on cuda."""
+    tile_mlp: TileMlp = "auto"
+    """Whether the feed-forward networks compute long batches in tiles of tokens (`recipes.fast.mlp`). auto: on cuda, in
+    jobs whose rows may be long. always: on any device, also where only batches are."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     checkpoint_every: int = Field(1, gt=0)
@@ -560,9 +572,15 @@ class JobSpec(Frozen):
 
     def may_merge(self, device: str) -> bool:
         """Whether micro batches may be merged on a device: cpu, cuda, cuda:N, mps, or auto, which may be cuda."""
-        return self.train.merge_micro_batches == "always" or (
-            self.train.merge_micro_batches == "auto" and device.partition(":")[0] in ("auto", "cuda")
-        )
+        return _is_chosen(self.train.merge_micro_batches, device)
+
+    def fuses_lora(self, device: str) -> bool:
+        """Whether LoRA layers may compute as one operation on a device, named as in `may_merge`."""
+        return _is_chosen(self.compute.fuse_lora, device)
+
+    def tiles_mlp(self, device: str) -> bool:
+        """Whether feed-forward networks may compute in tiles on a device, named as in `may_merge`."""
+        return _is_chosen(self.compute.tile_mlp, device)
 
     def may_read_later(self, device: str) -> bool:
         """Whether metrics may be read a step later on a device: cpu, cuda, cuda:N or mps."""
@@ -595,6 +613,11 @@ class JobSpec(Frozen):
         batches = None if self.data.max_validation_steps is None else self.data.max_validation_steps * times
         changes = {"gradient_accumulation_steps": accumulation, "max_validation_steps": batches}
         return self.changed(batch_size=batch_size, **changes)
+
+
+def _is_chosen(option: Literal["auto", "always", "never"], device: str) -> bool:
+    """Whether an option applies on a device; auto: on cuda."""
+    return option == "always" or (option == "auto" and device.partition(":")[0] in ("auto", "cuda"))
 
 
 _PARTS: dict[str, type[Frozen]] = {

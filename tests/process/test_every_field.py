@@ -401,6 +401,10 @@ ELSEWHERE: dict[str, str] = {
     OPTION + "dataloader_num_workers": "the same batches, from other processes: tests/process/test_loader_workers.py",
     OPTION + "merge_micro_batches": "the same numbers, by larger batches: tests/process/test_merged_batches.py",
     OPTION + "read_metrics_later": "the same numbers, read later: tests/process/test_later_metrics.py",
+    **{
+        OPTION + name: "the same numbers, by other operations: tests/process/test_fewer_operations.py"
+        for name in ("fuse_lora", "head_gradients", "tile_mlp")
+    },
     OPTION + "gradient_sync": "several ranks that shard the model: tests/process/test_ranks.py",
     **{
         f"{OPTION}averaging.{field}": "several workers: tests/process/test_averaging.py, test_averaging_request.py"

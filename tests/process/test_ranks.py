@@ -84,6 +84,7 @@ CASES = [
     for algorithm, strategy, name, changes in (
         ("dpo", "FULL_SHARD", "promised", {"method": DpoSpec(reward_scale=1.0, reward_clip=5.0), "n_epochs": 7}),
         ("sft", "HYBRID_SHARD", "accumulating", {"gradient_accumulation_steps": 2}),
+        ("sft", "FULL_SHARD", "adapters", {"lora": LORA, "fuse_lora": "always", "gradient_checkpointing": True}),
         *in_full(
             ("sft", "FULL_SHARD", "checkpointing", {"gradient_checkpointing": True}),  # test_quantization.py
             ("sft", "FULL_SHARD", "packed", {"packed": True, "max_seq_length": 96}),  # test_rows_by_method.py
@@ -216,8 +217,10 @@ def test_hybrid_sharding_with_one_rank_per_node_is_refused(ranks: Ranks, tmp_pat
 
 
 def test_bf16_adapters_over_a_sharded_base_are_exported_and_merged(ranks: Ranks, tmp_path: Path) -> None:
-    spec = spec_of(tmp_path, "dpo", 2, lora=LORA, dtype="bf16", merge_adapter=True, samples=SAMPLES)
+    changes = {"merge_adapter": True, "samples": SAMPLES, "fuse_lora": "always"}
+    spec = spec_of(tmp_path, "dpo", 2, lora=LORA, dtype="bf16", **changes)
     events = trained(ranks, tmp_path, spec)
+    assert of_kind(events, Prepared)[0].effective["fused_lora"].startswith("used in ")
     assert [event.kind for event in of_kind(events, CheckpointSaved)][-2:] == ["final", "merged"]
     assert [found[:2] for found in sampled(events)] == [("before", 0), ("checkpoint", 3), ("after", 6)]
     # The policy is the reference still: log 2, for which bf16 has only 0.69141.

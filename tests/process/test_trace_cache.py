@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from llama_stack_provider_trl.recipes.fast import mlp
 from llama_stack_provider_trl.recipes.memory import trace as memory
 from llama_stack_provider_trl.recipes.memory import trace_cache
 from llama_stack_provider_trl.recipes.memory.estimate import estimate
@@ -176,13 +177,21 @@ def test_a_trace_reads_no_field_that_its_key_leaves_out(
     plain = job(tmp_path, name).changed(model=str(one_block))
     parts = {name: recording(getattr(plain, name)) for name in JobSpec.parts()}
     spec = recording(plain.model_copy(update=parts), is_sharded=plain.is_sharded)
-    shards = num_shards(plain)  # which is in the key
+    kind = "cuda" if name in ("bf16", "padded") else "cpu"
+    shards, why = num_shards(plain), mlp.why_whole(plain, kind)  # which are in the key
     monkeypatch.setattr(memory, "num_shards", lambda _: shards)
+    monkeypatch.setattr(mlp, "why_whole", lambda *_: why)
     READ.clear()
-    trace_model(spec, BATCH, "cuda" if name in ("bf16", "padded") else "cpu")
+    trace_model(spec, BATCH, kind)
     assert JobSpec.parts().keys() - {"lifecycle"} < READ
     assert not READ & (trace_cache._UNREAD | {"ranks", "sharding"})
     assert plain.flat().keys() >= trace_cache._UNREAD | trace_cache._IN_PART
+
+
+def test_of_the_longest_rows_a_key_has_only_whether_networks_compute_in_tiles(tmp_path: Path) -> None:
+    lengths = (512, mlp.LONG, mlp.LONG + 1)
+    of = [key_of(job(tmp_path, "sft").changed(max_seq_length=length), BATCH, "cuda") for length in lengths]
+    assert of[0] == of[1] != of[2]
 
 
 def test_jobs_with_other_traces_have_other_keys(tmp_path: Path) -> None:

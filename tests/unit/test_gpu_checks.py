@@ -21,6 +21,7 @@ from gpu_checks import (  # noqa: E402
     environment,
     methods,
     numerics,
+    operations,
     peak_memory,
     recovery,
     registry,
@@ -59,6 +60,16 @@ STEPS_OF_BOTH = {"ours": [[9.0, 9.0, 0.1, 0.1], [9.0, 9.0, 0.1, 0.2]], "stock TR
 OFFLOADED = {"units": 4, "offload": "CPUOffloadPolicy"}
 MERGED_STEPS = {name: job() for name in (speed.MERGED, speed.SEPARATE, speed.REQUESTED)}
 SLOW = job(steps=tuple(replace(step, time=2.0 * step.step) for step in job().steps))
+SMALL = job(steps=tuple(replace(step, peak_bytes=GIB) for step in job().steps))
+OPERATIONS: Any = (
+    operations.judge_speed,
+    ({operations.WITH: job(), operations.WITHOUT: job()}, True),
+    {
+        "it is slower": ({operations.WITH: SLOW, operations.WITHOUT: job()}, True),
+        "other losses": ({operations.WITH: job(), operations.WITHOUT: DIVERGED}, True),
+        "it fails": ({operations.WITH: job(), operations.WITHOUT: FAILED}, True),
+    },
+)
 MACHINE = environment.Machine(
     versions={**dict.fromkeys(environment.LIBRARIES, "1.0"), "torch": "2.11.0+cu130", "transformers": "5.23.0"},
     python="3.12.3",
@@ -354,6 +365,17 @@ FAULTS: dict[str, tuple[Judge, tuple[Any, ...], dict[str, tuple[Any, ...]]]] = {
             "other weights": ({**MERGED_STEPS, speed.MERGED: job(weights="others")}, True),
             "other losses": ({**MERGED_STEPS, speed.SEPARATE: DIVERGED}, True),
             "it fails": ({**MERGED_STEPS, speed.MERGED: FAILED}, True),
+        },
+    ),
+    "LoRA as one operation": OPERATIONS,
+    "gradients of the head": OPERATIONS,
+    "networks in tiles": (
+        operations.judge_memory,
+        ({operations.WITH: SMALL, operations.WITHOUT: job()}, True),
+        {
+            "it takes as much": ({operations.WITH: job(), operations.WITHOUT: job()}, True),
+            "other losses": ({operations.WITH: SMALL, operations.WITHOUT: DIVERGED}, True),
+            "it fails": ({operations.WITH: FAILED, operations.WITHOUT: job()}, True),
         },
     ),
     "speed at 1B": (

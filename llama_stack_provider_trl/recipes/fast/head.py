@@ -1,17 +1,18 @@
-"""Log-probabilities of tokens from the last hidden states, for all devices but those of CUDA.
+"""Log-probabilities of tokens from the last hidden states.
 
-TRL's head computes the logits twice, in the forward and in the backward pass, and folds their tiles in a dozen torch
-operations. Here the forward pass uses each tile's probabilities for the gradients too, as far as these are known but
-for a factor: the gradient of a hidden state is its token's factor times a vector, and that of the head's weight, where
-all tokens have one factor, is that factor times a matrix (Liger Kernel, arXiv 2410.10989). Where tokens have factors of
-their own and the weight is trained, logits that fit into `KEPT_BYTES` are kept, as a plain cross entropy keeps all.
+TRL's head computes the logits twice, in the forward and in the backward pass, and without Triton it folds their tiles
+in a dozen torch operations. Here the forward pass uses each tile's probabilities for the gradients too, as far as these
+are known but for a factor: the gradient of a hidden state is its token's factor times a vector, and that of the head's
+weight, where all tokens have one factor, is that factor times a matrix (Liger Kernel, arXiv 2410.10989). Where tokens
+have factors of their own and the weight is trained, logits that fit into `KEPT_BYTES` are kept, as a plain cross
+entropy keeps all. On GPUs tiles are as wide as the vocabulary, and kernels fold them in place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import is_fake
@@ -23,6 +24,31 @@ KEPT_BYTES = 256 << 20
 computed again."""
 CHUNK_BYTES = 32 << 20
 """Logits that are computed at a time."""
+
+
+TILE_BYTES = 512 << 20
+"""The same where kernels fold them in place. With a trained weight the sums of its gradient are read and written once
+for each tile: for 1B that takes as long as the product itself where a tile has 1,000 tokens, a half with 2,000."""
+_ROUND_TOKENS = 128
+"""A large tile has a multiple of so many tokens, which products on GPUs compute at a time."""
+
+
+class Kernels(Protocol):
+    """What a device computes with a tile of logits, shape (tokens, vocabulary), in one pass each. They scale it."""
+
+    def fold(
+        self, tile: torch.Tensor, targets: torch.Tensor, with_top1: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Log-probabilities of the targets, the logarithms of the sums that they are relative to, and whether each
+        target has the largest logit; shape (tokens,)."""
+
+    def differentiate(
+        self, tile: torch.Tensor, targets: torch.Tensor, log_sums: torch.Tensor, factors: torch.Tensor
+    ) -> None:
+        """Put the gradient of the logits in their place, from those of the log-probabilities, shape (tokens,), fp32."""
+
+    def add_product(self, sums: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> None:
+        """sums += one @ other, in fp32."""
 
 
 class LogProbs(torch.autograd.Function):
@@ -39,6 +65,7 @@ class LogProbs(torch.autograd.Function):
         with_top1: bool,
         keep: bool,
         alike: bool = False,
+        kernels: Kernels | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities, shape (tokens,), and whether each target has the largest logit.
 
@@ -49,14 +76,18 @@ class LogProbs(torch.autograd.Function):
             keep: whether a backward pass follows. In `forward` itself gradients are always off.
             alike: whether all tokens are likely to have the same gradient. Where that is wrong, and the weight or the
                 bias is trained, the gradients of this pass are of no use, and all logits are computed again.
+            kernels: they compute in place of torch's operations, and `scale` is theirs. For whether all tokens have the
+                same gradient a GPU would have to be waited for: where they have not, those of weight and bias are NaN.
         """
         ctx.set_materialize_grads(False)
         kind = hidden.device.type
         ctx.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        ctx.scale, ctx.kept = scale, []
+        ctx.scale, ctx.kept, ctx.kernels = scale, [], kernels
         ctx.save_for_backward(hidden, weight, bias, targets)
         is_ahead = keep and (alike or not any(ctx.needs_input_grad[1:3]))
-        ctx.unscaled = _Gradients.begin(weight, bias, ctx.needs_input_grad) if is_ahead else None
+        ctx.unscaled = _Gradients.begin(weight, bias, ctx.needs_input_grad, kernels) if is_ahead else None
+        if kernels is not None:
+            return _fold_tiles(ctx, kernels, hidden, weight, bias, targets, with_top1)
         log_probs, top1, budget = [], [], KEPT_BYTES if keep and ctx.unscaled is None else -1
         for part, wanted in zip(_chunks(hidden, weight), _chunks(targets, weight), strict=True):
             found = _log_softmax(part, weight, bias, scale, ctx.dtype)
@@ -78,12 +109,21 @@ class LogProbs(torch.autograd.Function):
         hidden, weight, bias, targets = ctx.saved_tensors
         of_log_probs = gradients[0]
         if of_log_probs is None:
-            return (None,) * 8
+            return (None,) * 9
         of_log_probs = of_log_probs.float()
         found: _Gradients | None = ctx.unscaled
         ctx.unscaled = None  # a second backward pass of the same graph computes them again
-        if found is not None and (found.has_no_sums or _are_alike(of_log_probs)):
+        if found is not None and (ctx.kernels is not None or found.has_no_sums or _are_alike(of_log_probs)):
             found.multiply(-of_log_probs, hidden.dtype)
+        elif ctx.kernels is not None:
+            found = _Gradients.begin(weight, bias, ctx.needs_input_grad, ctx.kernels)
+            cast = weight.to(ctx.dtype)
+            parts = (tensor.split(_tile_tokens(cast)) for tensor in (hidden, targets, of_log_probs))
+            for part, wanted, factors in zip(*parts, strict=True):
+                tile = _logits(part, cast, bias, 1.0, ctx.dtype)
+                _, log_sums, _ = ctx.kernels.fold(tile, wanted, False)
+                ctx.kernels.differentiate(tile, wanted, log_sums, factors)
+                found.add(tile, part, cast)
         else:
             found = None  # two matrices of the weight's size do not exist at a time
             found = _Gradients.begin(weight, bias, ctx.needs_input_grad)
@@ -97,8 +137,45 @@ class LogProbs(torch.autograd.Function):
             torch.cat(found.of_hidden).to(hidden.dtype) if found.of_hidden is not None else None,
             found.of_weight.to(weight.dtype) if found.of_weight is not None else None,
             found.of_bias.to(bias.dtype) if found.of_bias is not None else None,
-            *(None, None, None, None, None),
+            *(None,) * 6,
         )
+
+
+def _fold_tiles(
+    ctx: Any,
+    kernels: Kernels,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    with_top1: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The forward pass by kernels, with the gradients where `ctx.unscaled` is not None."""
+    cast = weight.to(ctx.dtype)
+    size = _tile_tokens(cast)
+    space = cast.new_empty(min(size, len(hidden)), len(cast))
+    log_probs, top1 = [], []
+    for part, wanted in zip(hidden.split(size), targets.split(size), strict=True):
+        tile = torch.mm(part.to(ctx.dtype), cast.t(), out=space[: len(part)])
+        if bias is not None:
+            tile += bias.to(ctx.dtype)
+        found, log_sums, hits = kernels.fold(tile, wanted, with_top1)
+        log_probs.append(found)
+        if hits is not None:
+            top1.append(hits)
+        if ctx.unscaled is not None:
+            kernels.differentiate(tile, wanted, log_sums, torch.full_like(log_sums, -1.0))
+            ctx.unscaled.add(tile, part, cast)
+    together = torch.cat(top1) if with_top1 else None
+    if together is not None:
+        ctx.mark_non_differentiable(together)
+    return torch.cat(log_probs), together
+
+
+def _tile_tokens(weight: torch.Tensor) -> int:
+    """Tokens of a tile, for a weight in the dtype of its logits."""
+    tokens = max(1, TILE_BYTES // (weight.itemsize * len(weight)))
+    return tokens if tokens < _ROUND_TOKENS else tokens // _ROUND_TOKENS * _ROUND_TOKENS
 
 
 @dataclass
@@ -110,15 +187,18 @@ class _Gradients:
     of_weight: torch.Tensor | None
     of_bias: torch.Tensor | None
     """Sums over tokens in fp32. What is None is not wanted."""
+    kernels: Kernels | None = None
 
     @classmethod
-    def begin(cls, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Sequence[bool]) -> _Gradients:
+    def begin(
+        cls, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Sequence[bool], kernels: Kernels | None = None
+    ) -> _Gradients:
         to_hidden, to_weight, to_bias, *_ = wanted
         of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if to_weight else None
         of_bias = None
         if bias is not None and to_bias:
             of_bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
-        return cls([] if to_hidden else None, of_weight, of_bias)
+        return cls([] if to_hidden else None, of_weight, of_bias, kernels)
 
     @property
     def has_no_sums(self) -> bool:
@@ -133,10 +213,12 @@ class _Gradients:
         """
         if self.of_hidden is not None:
             self.of_hidden.append(of_logits @ weight.to(of_logits.dtype))
-        if self.of_weight is not None:
+        if self.of_weight is not None and self.kernels is not None:
+            self.kernels.add_product(self.of_weight, of_logits.t(), hidden.to(of_logits.dtype))
+        elif self.of_weight is not None:
             self.of_weight.addmm_(of_logits.float().t(), hidden.float())
         if self.of_bias is not None:
-            self.of_bias += of_logits.float().sum(dim=0)
+            self.of_bias += of_logits.sum(dim=0, dtype=torch.float32)
 
     def multiply(self, factors: torch.Tensor, dtype: torch.dtype) -> None:
         """Multiply those of hidden states by each token's factor, shape (tokens,), fp32; sums by that of all.
@@ -149,9 +231,14 @@ class _Gradients:
             self.of_hidden = [
                 part.to(dtype).mul_(of_part[:, None]) for part, of_part in zip(self.of_hidden, by_part, strict=True)
             ]
+        if self.has_no_sums or not len(factors):
+            return
+        common = factors[0]
+        if self.kernels is not None:
+            common = torch.where((factors == common).all(), common, torch.nan)
         for summed in (self.of_weight, self.of_bias):
-            if summed is not None and len(factors):
-                summed *= factors[0]
+            if summed is not None:
+                summed *= common
 
 
 def _of_logits(

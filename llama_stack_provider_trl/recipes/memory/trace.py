@@ -29,6 +29,8 @@ from ...specs.methods import DistillationSpec
 from ...specs.model_source import ModelSource
 from ...specs.optimizer_state import elements_in_8_bits
 from ..fast.layout import Group, Layout
+from ..fast.lora import fuse_lora
+from ..fast.mlp import tile_mlp
 from ..fast.model import use_rows
 from ..model.adapters import REFERENCE, has_reference_adapter
 from ..model.attention import passes_padding_mask, set_attention
@@ -381,6 +383,7 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
                 set_attention(spec, model)
             if spec.compute.padding_free:
                 use_rows(model, kind)
+            tile_mlp(model, spec, kind)
             if not spec.trains_reward:
                 fuse_head(model, ("log_probs",) if spec.has_pairs else ("log_probs", "is_top1"))
             blocks = _blocks(model)
@@ -394,6 +397,8 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
             )
             if has_reference_adapter(spec):
                 trained.add_adapter(REFERENCE, copy.deepcopy(trained.peft_config["default"]))
+            if spec.lora:
+                fuse_lora(trained, spec, kind)
             reference = _shallow_reference(spec, kind) if _has_other_reference(spec) else None
         stack.enter_context(traced_attention(packed=spec.data.packed and not spec.uses_flash_kernels))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -453,6 +458,7 @@ def _shallow_reference(spec: JobSpec, kind: str) -> PreTrainedModel:
     model = _built(with_depth(config, 2) if is_shallow else config, source, spec)
     if spec.compute.padding_free:
         use_rows(model, kind)
+    tile_mlp(model, spec, kind)
     fuse_head(model, outputs=("log_probs",))
     return model.requires_grad_(False).eval()
 
@@ -651,7 +657,7 @@ def _head_of(spec: JobSpec, kind: str, live: _LiveMemory, config: Any) -> Iterat
     with ExitStack() as stack:
         stack.enter_context(traced_head(kind, config.get_text_config().vocab_size, counting))
         if has_fast_head(spec, kind):
-            stack.enter_context(fast_head(counting, alike=weighs_tokens_alike(spec)))
+            stack.enter_context(fast_head(counting, kind=kind, alike=weighs_tokens_alike(spec)))
         if spec.method.has_teacher:
             stack.enter_context(traced_divergence(kind, config.get_text_config().vocab_size, counting))
         yield

@@ -30,6 +30,7 @@ from ...specs.job import JobSpec
 from ...specs.model_source import ModelSource
 from ...system.files import atomic_write, read_regular
 from ...system.texts import json_digest
+from ..fast.mlp import why_whole
 from ..model.adapters import continues, has_reference_adapter
 from ..model.files import stored_dtype
 from ..model.fsdp import is_sharded, num_shards
@@ -177,6 +178,8 @@ def _inputs(spec: JobSpec, batch: Batch, kind: str) -> dict[str, Any]:
         "method": [spec.has_pairs, spec.trains_reward, spec.sequences_per_row],
         "batch": asdict(batch),
         "on_cuda": kind == "cuda",
+        # By the longest rows that a job may have, whose number moves nothing else.
+        "tiles": not why_whole(spec, kind),
         "computes_in_torch": computes_in_torch(),
         "dtype": str(torch.get_default_dtype()),
         # Libraries choose kernels for GPUs where one is visible, whatever the job's device is.

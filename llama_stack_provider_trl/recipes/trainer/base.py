@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model
 
+from ..fast.lora import fuse_lora
 from .data_order import DataOrder
 from .later_metrics import LaterMetrics
 from .optimization import Optimization
@@ -27,11 +28,14 @@ class RecipeTrainer(StepCheckpoints, DataOrder, Optimization, SourceLosses, Late
     """The model that DPO's policy is compared with, where it is not the policy itself."""
     head_outputs: tuple[str, ...]
     """What the fused head computes per token; empty: the model has no head over the vocabulary."""
+    fused_lora: str
+    """Which LoRA layers compute as one operation, and why no others; empty: the job has none."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         if self.head_outputs:
             fuse_head(self.policy, outputs=self.head_outputs)
+        self.fused_lora = fuse_lora(self.model, self.spec, self.args.device.type) if self.spec.lora else ""
 
     @property
     def policy(self) -> Any:
@@ -40,6 +44,7 @@ class RecipeTrainer(StepCheckpoints, DataOrder, Optimization, SourceLosses, Late
 
     def scoring(self) -> AbstractContextManager[None]:
         """While this is open, forwards score batches with the head that is fastest on this device."""
-        if has_fast_head(self.spec, self.args.device.type):
-            return fast_head(alike=weighs_tokens_alike(self.spec))
+        kind = self.args.device.type
+        if has_fast_head(self.spec, kind):
+            return fast_head(kind=kind, alike=weighs_tokens_alike(self.spec))
         return every_position() if self.spec.compute.padding_free else nullcontext()

@@ -25,6 +25,8 @@ from ...specs.model_source import ModelSource
 from ..data.images import digest_of
 from ..data.pieces import Pieces, pieces_of
 from ..distributed import ranks
+from ..fast.lora import fuse_lora
+from ..fast.mlp import tile_mlp
 from ..fast.model import use_rows
 from ..model.adapters import frozen, has_reference_adapter
 from ..model.attention import set_attention
@@ -134,11 +136,14 @@ def load_reference(spec: JobSpec, device: torch.device, accelerator: Accelerator
     set_attention(spec, model)
     if spec.compute.padding_free:
         use_rows(model, device.type)
+    tile_mlp(model, spec, device.type)
     role = "teacher" if spec.method.has_teacher else "reference"
     check_length(model, spec.data.max_seq_length, f"the {role} {spec.reference_source.model!r}")
     fuse_head(model, outputs=("log_probs",), temperature=temperature_of(spec))
     deferred = DeferredWeights(model, storage.dtype, device) if storage.is_deferred else None
     scored = frozen(spec, model).eval() if has_reference_adapter(spec) else model
+    if has_reference_adapter(spec):
+        fuse_lora(scored, spec, device.type)  # as the policy: equal weights have equal numbers
     if not is_sharded(spec):
         return scored
     sharded = shard_frozen(scored, accelerator, deferred.fully_shard) if deferred else shard_frozen(scored, accelerator)

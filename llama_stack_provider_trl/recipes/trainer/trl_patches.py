@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -143,9 +144,33 @@ def fuse_head(model: Any, outputs: tuple[str, ...], temperature: float = 1.0) ->
 
 
 def has_fast_head(spec: JobSpec, kind: str) -> bool:
-    """Whether a job's head computes in `fast_head` on a kind of device: cuda, mps or cpu. For cuda TRL has Triton
-    kernels, which fold a tile in one pass."""
-    return spec.compute.padding_free and kind != "cuda"
+    """Whether a job's head computes in `fast_head` on a kind of device: cuda, mps or cpu.
+
+    The same for all models of a job, whose log-probabilities are compared: on cuda TRL's own computes those of a head
+    whose gradients the forward pass does not know, as `fast_head` would, but with its weight cast in parts.
+    """
+    why = _why_no_gradients(spec, kind)
+    return not why or (kind != "cuda" and why == _OF_THEIR_OWN)
+
+
+def gradients_of_head(spec: JobSpec, kind: str) -> str:
+    """When the gradients of a job's head are computed, for its record."""
+    why = _why_no_gradients(spec, kind)
+    return f"in the backward pass: {why}" if why else "in the forward pass"
+
+
+def _why_no_gradients(spec: JobSpec, kind: str) -> str:
+    """Why the forward pass of a job's head computes no gradients; empty: it does."""
+    if not spec.compute.padding_free:
+        return "batches have padding"
+    if spec.compute.head_gradients == "backward":
+        return "head_gradients is 'backward'"
+    if kind == "cuda" and computes_in_torch():
+        return "Triton cannot compile here"
+    return "" if weighs_tokens_alike(spec) or spec.lora else _OF_THEIR_OWN
+
+
+_OF_THEIR_OWN = "the head is trained, and each token's gradient has a factor of its own"
 
 
 def weighs_tokens_alike(spec: JobSpec) -> bool:
@@ -153,13 +178,95 @@ def weighs_tokens_alike(spec: JobSpec) -> bool:
     return spec.algorithm == "sft"
 
 
-@contextmanager
-def fast_head(
-    counting: Callable[[], AbstractContextManager[None]] = nullcontext, *, alike: bool = False
-) -> Iterator[None]:
-    """While this is open, fused heads compute with `recipes.fast.head`, except for capped logits.
+@dataclass(frozen=True)
+class TrlKernels:
+    """`recipes.fast.head.Kernels` by those of TRL's head: by Triton on GPUs, else by torch.
 
     Args:
+        scale: the logits are multiplied by it, then bounded by `cap`, then divided by `temperature`.
+        cap: None: they are not bounded.
+    """
+
+    scale: float
+    cap: float | None
+    temperature: float
+
+    def fold(
+        self, tile: torch.Tensor, targets: torch.Tensor, with_top1: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """See `recipes.fast.head.Kernels`."""
+        import torch
+        import trl.kernels.chunked_logprob as kernels
+
+        def begin(value: float) -> torch.Tensor:
+            return torch.full((len(tile),), value, dtype=torch.float32, device=tile.device)
+
+        largest, before_target, total, of_target = begin(-math.inf), begin(-math.inf), begin(0.0), begin(0.0)
+        if len(tile):  # a grid of no programs cannot be launched
+            fold = kernels._forward_kernel[(len(tile),)] if _by_triton(tile) else kernels._forward_tile
+            fold(
+                *(tile, tile.stride(0), targets, largest, total),
+                *(total, total, total),  # other sums, which are not wanted
+                *(before_target, of_target, 0, tile.shape[1]),
+                BLOCK_SIZE=kernels._BLOCK_SIZE,
+                **{f"HAS_{name.upper()}": False for name in kernels.OPTIONAL_OUTPUTS} | {"HAS_IS_TOP1": with_top1},
+                **self._transformation,
+            )
+        log_sums = largest + total.log()
+        hits = (of_target >= largest) & (of_target > before_target) if with_top1 else None
+        return of_target - log_sums, log_sums, hits
+
+    def differentiate(
+        self, tile: torch.Tensor, targets: torch.Tensor, log_sums: torch.Tensor, factors: torch.Tensor
+    ) -> None:
+        """See `recipes.fast.head.Kernels`."""
+        import trl.kernels.chunked_logprob as kernels
+
+        if not len(tile):
+            return
+        blocks = -(-tile.shape[1] // kernels._BLOCK_SIZE)
+        fold = kernels._backward_kernel[(len(tile), blocks)] if _by_triton(tile) else kernels._backward_tile
+        fold(
+            *(tile, tile.stride(0), targets, log_sums),
+            *(log_sums, factors.contiguous(), log_sums),  # no entropy, and no gradient of it
+            *(0, tile.shape[1]),
+            HAS_LOGPROB_GRAD=True,
+            HAS_ENTROPY_GRAD=False,
+            BLOCK_SIZE=kernels._BLOCK_SIZE,
+            **self._transformation,
+        )
+
+    def add_product(self, sums: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> None:
+        """See `recipes.fast.head.Kernels`."""
+        import trl.kernels.chunked_logprob as kernels
+
+        kernels._addmm_fp32(sums, one, other)
+
+    @property
+    def _transformation(self) -> dict[str, Any]:
+        return {
+            "logit_scale": self.scale,
+            "softcap": self.cap or 1.0,
+            "inv_t": 1 / self.temperature,
+            "HAS_SOFTCAP": self.cap is not None,
+        }
+
+
+def _by_triton(tile: torch.Tensor) -> bool:
+    import trl.kernels.chunked_logprob as kernels
+
+    return bool(kernels._use_triton(tile.device))
+
+
+@contextmanager
+def fast_head(
+    counting: Callable[[], AbstractContextManager[None]] = nullcontext, *, kind: str = "cpu", alike: bool = False
+) -> Iterator[None]:
+    """While this is open, fused heads compute with `recipes.fast.head`, and score every position that they get
+    (`every_position`). But for capped logits, where no kernels bound them.
+
+    Args:
+        kind: of the device: on cuda TRL's kernels compute.
         alike: see `weighs_tokens_alike`.
     """
     import torch
@@ -173,16 +280,17 @@ def fast_head(
         hidden: Any, weight: Any, bias: Any, targets: Any, temperature: float, chunk: int, cap: Any, *more: Any
     ) -> Any:
         scale, outputs = more
-        if cap is not None or set(outputs) - {"log_probs", "is_top1"}:
+        kernels = TrlKernels(scale, cap, temperature) if kind == "cuda" else None
+        if (cap is not None and kernels is None) or set(outputs) - {"log_probs", "is_top1"}:
             return folding.apply(hidden, weight, bias, targets, temperature, chunk, cap, *more)
         keep = torch.is_grad_enabled()
         with counting():
             log_probs, top1 = head.LogProbs.apply(
-                hidden, weight, bias, targets, scale / temperature, "is_top1" in outputs, keep, alike
+                hidden, weight, bias, targets, scale / temperature, "is_top1" in outputs, keep, alike, kernels
             )
         return log_probs, None, None, None, top1
 
-    with patch.object(utils, "_ChunkedLogProbFunction", SimpleNamespace(apply=compute)):
+    with every_position(), patch.object(utils, "_ChunkedLogProbFunction", SimpleNamespace(apply=compute)):
         yield
 
 
