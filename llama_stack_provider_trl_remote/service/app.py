@@ -59,9 +59,12 @@ def make_app(service: Service) -> FastAPI:
     # Only documents the token: `access.GuardedRoute` checks it, before any of the body is read.
     token = [Security(HTTPBearer(auto_error=False))] if service.settings.credentials else []
     app = _application(service)
-    for routes in (jobs.router, live.router, job_files.router):
-        _include(app, routes, "/v1", "/v1alpha", dependencies=token)
-    _include(app, datasets.router, "/v1", "/v1beta", dependencies=token)
+    for prefix in ("/v1", "/v1alpha"):
+        _include(app, jobs.router, prefix, dependencies=token)
+        _include(app, live.router, prefix, dependencies=token)
+        _include(app, job_files.router, prefix, dependencies=token)
+    for prefix in ("/v1", "/v1beta"):
+        _include(app, datasets.router, prefix, dependencies=token)
     _include(app, datasets.blobs, "/v1", dependencies=token)
     _include(app, datasets.readings, "/v1", dependencies=token)
     _include(app, nodes.router, "/v1", dependencies=token)
@@ -73,7 +76,8 @@ def make_app(service: Service) -> FastAPI:
     _include(app, openai.router, "", dependencies=token)
     _include(app, fine_tuning, "", dependencies=token)
     _include(app, graders.router, "", dependencies=token)
-    _include(app, service_router, "/v1", "")
+    for prefix in ("/v1", ""):
+        _include(app, service_router, prefix)
     for router in (
         pages,
         playground_pages.calls,
@@ -154,6 +158,5 @@ async def _unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
     raise HTTPException(404)
 
 
-def _include(app: FastAPI, routes: Routes, *prefixes: str, dependencies: Sequence[Any] = ()) -> None:
-    served = routes.serve(app, *prefixes, dependencies=dependencies)
-    app.state.methods += [(route.path_regex, route.methods) for route in served]
+def _include(app: FastAPI, routes: Routes, prefix: str, dependencies: Sequence[Any] = ()) -> None:
+    app.state.methods += [(route.path_regex, route.methods) for route in routes.serve(app, prefix, dependencies)]

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import uvicorn
 from fastapi import FastAPI
 
 from llama_stack_provider_trl import __version__
@@ -29,7 +30,6 @@ from ..openai.webhooks import Receiver, WebhookSender, receivers_of
 from ..wire import POLL_SECONDS
 from .app import make_app
 from .context import Dashboard, Service
-from .http import uvicorn_package
 from .http.acceptor import Acceptor, default_connections, raise_descriptor_limit
 from .http.connections import Connection
 from .own_calls import own_url, prove_own_calls, trusting
@@ -92,13 +92,13 @@ async def _serve(settings: ServiceSettings, config: Path | None, listener: socke
         show_lines(f"the service has stopped{left}", flush=True)
 
 
-class Server(uvicorn_package.Server):
+class Server(uvicorn.Server):
     """A uvicorn server that ends streams of events when it stops; it would wait for them otherwise."""
 
     def __init__(self, app: FastAPI) -> None:
         self.parts: Service | Dashboard = app.state.service
         settings = self.parts.settings
-        config = uvicorn_package.Config(
+        config = uvicorn.Config(
             app,
             log_config=None,
             # Its warnings are about requests that are not HTTP: one line per request would help a flood to fill the

@@ -30,7 +30,7 @@ NATIVE = [f"{OURS[0]}.provider", f"{OURS[0]}.post_training", f"{OURS[1]}.provide
 EXTERNAL = [f"{OURS[1]}.external_api{name}" for name in ("", ".inline", ".remote")]
 
 
-UNUSED = {"prometheus_client", "http.server", "urllib.request", "statistics", "click", "multiprocessing"}
+UNUSED = {"prometheus_client", "http.server", "urllib.request", "statistics"}
 """What a service without scrapes and pools has no use for."""
 
 

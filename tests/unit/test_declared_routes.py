@@ -11,8 +11,8 @@ from fastapi.routing import APIRoute
 from llama_stack_provider_trl_remote.service.http.declared_routes import Routes
 
 
-def test_a_route_is_built_once_for_all_paths_under_which_it_is_served() -> None:
-    """FastAPI's own router would build it when it is declared, and again for each path."""
+def test_a_route_is_built_once_for_each_path_under_which_it_is_served() -> None:
+    """FastAPI's own router would build it when it is declared, and each path again at the first call."""
     built: list[str] = []
 
     class Counted(APIRoute):
@@ -28,7 +28,7 @@ def test_a_route_is_built_once_for_all_paths_under_which_it_is_served() -> None:
 
     assert built == []
     app = FastAPI()
-    served = [route.path for route in routes.serve(app, "/v1", "/v2")]
+    served = [route.path for prefix in ("/v1", "/v2") for route in routes.serve(app, prefix)]
     sent: list[Any] = []
 
     async def call() -> None:
@@ -40,11 +40,7 @@ def test_a_route_is_built_once_for_all_paths_under_which_it_is_served() -> None:
 
     asyncio.run(call())
     assert (sent[0]["status"], sent[1]["body"]) == (200, b"a")
-    assert (built, served) == (["/v1/things/{name}"], ["/v1/things/{name}", "/v2/things/{name}"])
-    assert {call["get"]["operationId"] for call in app.openapi()["paths"].values()} == {
-        "named_v1_things__name__get",
-        "named_v2_things__name__get",
-    }
-    assert [call["get"]["tags"] for path, call in app.openapi()["paths"].items() if path in served] == [
+    assert built == served == ["/v1/things/{name}", "/v2/things/{name}"]
+    assert [call["get"]["tags"] for path, call in app.openapi()["paths"].items() if path in built] == [
         ["of a test"]
     ] * 2

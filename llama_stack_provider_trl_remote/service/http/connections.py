@@ -17,8 +17,7 @@ from http import HTTPStatus
 from typing import Any, Literal, NamedTuple, get_args
 
 import h11
-
-from .uvicorn_package import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 type Kind = Literal["unknown", "user", "node", "admin"]
 KINDS: tuple[Kind, ...] = get_args(Kind.__value__)

@@ -8,13 +8,10 @@ with its routes built twice or three times takes some MiB more, and its first ca
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
-from fastapi.utils import generate_unique_id
-from starlette.routing import compile_path
 
 
 class _Declared(NamedTuple):
@@ -64,19 +61,18 @@ class Routes:
         """As `get`."""
         return self._declare("DELETE", path, options)
 
-    def serve(self, app: FastAPI, *prefixes: str, dependencies: Sequence[Any] = ()) -> Iterator[APIRoute]:
+    def serve(self, app: FastAPI, prefix: str, dependencies: Sequence[Any] = ()) -> Iterator[APIRoute]:
         """Build the routes for an application, in the order in which they were declared; returns them one by one.
 
         Args:
-            prefixes: before the path of each. All paths of a route have the same handler.
+            prefix: before the path of each.
             dependencies: of each, before its own.
         """
         for method, path, endpoint, options in self._declared:
             given = {**options, "dependencies": [*dependencies, *options.get("dependencies", ())]}
             given |= {"include_in_schema": self._shown and options.get("include_in_schema", True)}
-            first, *others = (f"{prefix}{self._prefix}{path}" for prefix in prefixes)
             app.router.add_api_route(
-                first,
+                f"{prefix}{self._prefix}{path}",
                 endpoint,
                 methods=[method],
                 tags=list(self._tags),
@@ -86,9 +82,6 @@ class Routes:
             built = app.router.routes[-1]
             assert isinstance(built, APIRoute)
             yield built
-            for other in others:
-                app.router.routes.append(twin := _twin_of(built, other))
-                yield twin
 
     def _declare(self, method: str, path: str, options: dict[str, Any]) -> Callable[..., Any]:
         def declare[Endpoint: Callable[..., Any]](endpoint: Endpoint) -> Endpoint:
@@ -96,12 +89,3 @@ class Routes:
             return endpoint
 
         return declare
-
-
-def _twin_of(route: APIRoute, path: str) -> APIRoute:
-    """The same route under another path."""
-    twin = copy(route)
-    twin.path = path
-    twin.path_regex, twin.path_format, twin.param_convertors = compile_path(path)
-    twin.unique_id = twin.operation_id or generate_unique_id(twin)
-    return twin
