@@ -172,13 +172,13 @@ def test_a_listing_has_time_for_all_files_to_be_read() -> None:
 
 def test_a_file_is_read_beside_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read_by: list[int] = []
-    sha256 = pull._sha256
+    sha256 = pull.sha256_of
 
     def noted(path: Path) -> str:
         read_by.append(threading.get_ident())
         return sha256(path)
 
-    monkeypatch.setattr(pull, "_sha256", noted)
+    monkeypatch.setattr(pull, "sha256_of", noted)
     file = {"path": "a.bin", "size": len(FILE), "sha256": hashlib.sha256(FILE).hexdigest()}
     asyncio.run(PlayedClient().checkpoint_file("job", "final", write(tmp_path / "a.bin", FILE), file))
     assert len(read_by) == 1

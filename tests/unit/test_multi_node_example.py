@@ -30,10 +30,11 @@ def test_its_commands_are_there_and_name_the_job_and_the_rows_of_the_file() -> N
         ("jobs", "submit"),
         ("jobs", "watch"),
         ("jobs", "pull"),
+        ("chat", ""),
     ]
-    added, _, watched, pulled = given
+    added, _, watched, pulled, asked = given
     training = job(TWO_MACHINES)["training_config"]
     assert isinstance(training, dict)
     assert training["data_config"]["dataset_id"] == added.dataset_id
     assert (REPOSITORY / added.file).is_file()
-    assert {*watched.job_uuids, pulled.job_uuid} == {job(TWO_MACHINES)["job_uuid"]}
+    assert {*watched.job_uuids, pulled.job_uuid, asked.model} == {job(TWO_MACHINES)["job_uuid"]}
