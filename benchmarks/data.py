@@ -45,9 +45,10 @@ def main() -> None:
         options.scratch = Path(scratch)
         for rows in (options.few, options.rows):
             child(options, "rows", rows)
-        report["prepare"] = {kind: child(options, kind, options.rows) for kind in kinds(options)}
-        for kind, found in report["prepare"].items():
-            print(f"{kind}: " + ", ".join(f"{name} {value:,}" for name, value in found.items()))
+        report["prepare"] = {}
+        for kind in kinds(options):
+            found = report["prepare"][kind] = child(options, kind, options.rows)
+            print(f"{kind}: " + ", ".join(f"{name} {value:,}" for name, value in found.items()), flush=True)
         for rows in (options.few, options.rows):
             child(options, "train", rows)
         rounds = [{rows: resume(options, rows) for rows in (options.few, options.rows)} for _ in range(options.rounds)]
