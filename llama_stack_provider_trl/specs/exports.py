@@ -9,7 +9,7 @@ from .bases import Frozen
 
 ExportTarget = Literal["safetensors", "gguf", "ollama", "lora-gguf", "vllm"]
 GgufType = Literal["f32", "f16", "bf16", "q8_0"]
-MappedModelType = Literal["gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe"]
+MappedModelType = Literal["gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3"]
 """`model_type` of the models that GGUF files are made of, and that vLLM is known to serve. SmolLM2 is a llama."""
 MAPPED_MODEL_TYPES: tuple[str, ...] = get_args(MappedModelType)
 GGUF_FILE = "model.gguf"

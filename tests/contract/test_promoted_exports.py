@@ -53,12 +53,17 @@ def test_an_export_in_a_file_waits_for_the_evaluations_that_decide(here: InProce
     assert "/checkpoint-1: name an evaluation of the same model" in answer.text
 
 
-def test_an_export_of_an_unmapped_model_is_refused_before_the_model_is_trained(here: InProcess, tmp_path: Path) -> None:
-    config = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
-    (mixtral := tmp_path / "checkpoints" / "mixtral").mkdir(parents=True)
-    (mixtral / "config.json").write_text(json.dumps(config))
-    (mixtral / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    tune, further = job(model=str(mixtral)), job(model="job:tune")
+@pytest.mark.parametrize(
+    ("model_type", "architecture"), [("mixtral", "MixtralForCausalLM"), ("qwen3_moe", "Qwen3MoeForCausalLM")]
+)
+def test_an_export_of_an_unmapped_model_is_refused_before_the_model_is_trained(
+    here: InProcess, tmp_path: Path, model_type: str, architecture: str
+) -> None:
+    config = {"model_type": model_type, "architectures": [architecture]}
+    (base := tmp_path / "checkpoints" / "base").mkdir(parents=True)
+    (base / "config.json").write_text(json.dumps(config))
+    (base / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    tune, further = job(model=str(base)), job(model="job:tune")
     for jobs, model, target in (
         ({"tune": {**tune, "algorithm_config": LORA}}, "job:tune", "lora-gguf"),
         ({"tune": tune, "further": further}, "job:further", "gguf"),
@@ -66,10 +71,10 @@ def test_an_export_of_an_unmapped_model_is_refused_before_the_model_is_trained(h
     ):
         refused = here.refused({"jobs": {**jobs, "out": {"kind": "export", "model": model, "to": target}}})
         assert "jobs.out.model='job:" in refused
-        assert "its model_type is 'mixtral', and " in refused
-        assert "llama, mistral, phi3, qwen2, qwen3, qwen3_moe: export it to safetensors" in refused
+        assert f"its model_type is {model_type!r}, and " in refused
+        assert "llama, mistral, phi3, qwen2, qwen3: export it to safetensors" in refused
     out = {"kind": "export", "model": "job:tune", "to": "safetensors"}
-    (mixtral / "config.json").write_text(json.dumps({**config, "vision_config": {}}))
-    assert "'mixtral', which reads images, too" in here.refused({"jobs": {"tune": tune, "out": out}})
-    (mixtral / "config.json").write_text(json.dumps(config))
+    (base / "config.json").write_text(json.dumps({**config, "vision_config": {}}))
+    assert f"{model_type!r}, which reads images, too" in here.refused({"jobs": {"tune": tune, "out": out}})
+    (base / "config.json").write_text(json.dumps(config))
     assert len(here.run({"jobs": {"tune": tune, "out": out}})) == 2

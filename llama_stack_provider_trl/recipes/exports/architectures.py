@@ -6,7 +6,6 @@ A configuration that llama.cpp would compute otherwise than transformers is refu
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -20,7 +19,6 @@ _GEMMA2_27B = 46
 _LOCAL_THETA = 1e4
 """Of Gemma 3's local attention in llama.cpp."""
 _ALPHA, _BETA = "low_freq_factor", "high_freq_factor"
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 class GgufArchitecture(NamedTuple):
@@ -114,25 +112,15 @@ def rope_factors(config: Any) -> torch.Tensor | None:
     return torch.tensor(found, dtype=torch.float32)
 
 
-def expert_of(name: str) -> int | None:
-    """The number of the expert that a tensor of a model's files belongs to; None: it belongs to none."""
-    found = _EXPERT.search(name)
-    return None if found is None else int(found[1])
-
-
 def names_in_gguf(config: Any, names: Iterable[str]) -> dict[str, str]:
-    """The name of each tensor of a model's files in GGUF, where the experts of a block are one tensor.
-
-    Raises:
-        JobFailure: one is not mapped.
-    """
+    """The name of each tensor of a model's files in GGUF. Raises JobFailure: one is not mapped."""
     import gguf
 
     architecture = architecture_of(config)
     known = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.name), config.num_hidden_layers)
     found: dict[str, str] = {}
     for name in names:
-        mapped = known.get_name(_EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias"))
+        mapped = known.get_name(name, try_suffixes=(".weight", ".bias"))
         if mapped is None:
             raise unmapped(f"its tensor {name!r} has no name in llama.cpp's {architecture.name}")
         found[name] = mapped
@@ -233,23 +221,11 @@ def _plain(writer: Any, config: Any) -> None:
             raise unmapped("some of its layers have a window and others none")
 
 
-def _qwen3_moe(writer: Any, config: Any) -> None:
-    _plain(writer, config)
-    if not config.norm_topk_prob:
-        raise unmapped("its norm_topk_prob is false, and llama.cpp divides the weights of chosen experts by their sum")
-    if config.decoder_sparse_step != 1 or config.mlp_only_layers:
-        raise unmapped("some of its blocks have no experts (decoder_sparse_step, mlp_only_layers)")
-    writer.add_expert_count(config.num_experts)
-    writer.add_expert_used_count(config.num_experts_per_tok)
-    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-
-
 ARCHITECTURES: dict[MappedModelType, GgufArchitecture] = {
     "llama": GgufArchitecture("LLAMA", interleaves=True),
     "mistral": GgufArchitecture("LLAMA", interleaves=True),
     "qwen2": GgufArchitecture("QWEN2", describe=_plain),
     "qwen3": GgufArchitecture("QWEN3", describe=_plain),
-    "qwen3_moe": GgufArchitecture("QWEN3MOE", describe=_qwen3_moe),
     "gemma2": GgufArchitecture("GEMMA2", adds_one=True, describe=_gemma2, may_untie=False),
     "gemma3_text": GgufArchitecture("GEMMA3", adds_one=True, describe=_gemma3),
     "phi3": GgufArchitecture("PHI3", describe=_phi3),

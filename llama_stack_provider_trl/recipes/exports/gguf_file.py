@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,11 +17,10 @@ from transformers import PreTrainedTokenizerBase
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.exports import GgufType
-from .architectures import architecture_of, describe, expert_of, in_gguf, names_in_gguf, rope_factors
+from .architectures import architecture_of, describe, in_gguf, names_in_gguf, rope_factors
 from .vocabulary import Vocabulary, unmapped, vocabulary_of
 
 _FACTORS = "rope_freqs.weight"
-_ROUTER = ".ffn_gate_inp.weight"
 _BLOCK = 32
 """Weights of a row that share a scale in Q8_0."""
 _PHI3_TOKENS = {"</s>", "<unk>", "<s>", "<|endoftext|>"}
@@ -38,17 +37,6 @@ def check_installed() -> None:
             "the environment that trains lacks the package gguf, which writes GGUF files: install the extra `gguf` "
             "there (pip install 'llama-stack-provider-trl[gguf]'), or export to safetensors.",
         )
-
-
-class _Planned(NamedTuple):
-    """A tensor of a GGUF file."""
-
-    name: str
-    sources: Sequence[str]
-    """Of the model's files: one, or the same of each expert; none: it is `rope_factors`."""
-    shape: list[int]
-    kind: Any
-    """Of gguf's GGMLQuantizationType."""
 
 
 class GgufPlan:
@@ -96,8 +84,8 @@ class GgufPlan:
         """Write the weights of `directory`, in safetensors, to the new file `output`. A plan writes one file.
 
         Args:
-            kind: of the weights; those of one dimension, and those that choose experts, are F32 always.
-            change: what is added to the weight of a name in GGUF, of its shape; None: nothing, as for experts always.
+            kind: of the weights; those of one dimension are F32 always.
+            change: what is added to the weight of a name in GGUF, of its shape; None: nothing.
             progress: called with the bytes that are written, of how many.
 
         Raises:
@@ -111,30 +99,32 @@ class GgufPlan:
         self.writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         with ExitStack() as stack:
             files = _open(directory, stack)
+            names = names_in_gguf(self.config, files)
             factors = rope_factors(self.config)
-            planned = list[_Planned]()
+            planned: list[tuple[str, str | None, Any]] = []
             if factors is not None:
-                planned.append(_Planned(_FACTORS, (), list(factors.shape), gguf.GGMLQuantizationType.F32))
-            for written, sources in _sources(names_in_gguf(self.config, files)).items():
-                shape = list(files[sources[0]].get_slice(sources[0]).get_shape())
-                if expert_of(sources[0]) is not None:
-                    shape = [len(sources), *shape]
-                planned.append(_Planned(written, sources, shape, _type_of(written, shape, quantization)))
-            total = sum(_announce(self.writer, one.name, one.shape, one.kind) for one in planned)
+                planned.append((_FACTORS, None, gguf.GGMLQuantizationType.F32))
+            for name in files:
+                shape = files[name].get_slice(name).get_shape()
+                planned.append((names[name], name, _type_of(shape, quantization)))
+            total = 0
+            for written, source, of_tensor in planned:
+                shape = (
+                    list(factors.shape)
+                    if source is None and factors is not None
+                    else files[source or ""].get_slice(source).get_shape()
+                )
+                total += _announce(self.writer, written, shape, of_tensor)
             self.writer.write_header_to_file(path=output)
             self.writer.write_kv_data_to_file()
             self.writer.write_ti_data_to_file()
             done = 0
-            for one in planned:
-                parts = list[Any]()
-                for source in one.sources:
-                    weight = in_gguf(self.config, source, files[source].get_tensor(source))
-                    if (added := change(one.name)) is not None:
-                        weight = weight.float() + added
-                    parts.append(encoded(source, weight, one.kind))
-                if factors is not None and not one.sources:
-                    parts.append(encoded(_FACTORS, factors, one.kind))
-                values = np.stack(parts) if len(one.shape) > parts[0].ndim else parts[0]
+            for written, source, of_tensor in planned:
+                weight = factors if source is None else in_gguf(self.config, source, files[source].get_tensor(source))
+                assert weight is not None
+                if (added := change(written)) is not None:
+                    weight = weight.float() + added
+                values = encoded(source or _FACTORS, weight, of_tensor)
                 self.writer.write_tensor_data(values)
                 done += values.nbytes
                 progress(done, total)
@@ -156,19 +146,11 @@ def file_type(kind: GgufType) -> Any:
     return getattr(gguf.LlamaFileType, _FILE_TYPES[kind])
 
 
-def _sources(names: Mapping[str, str]) -> dict[str, list[str]]:
-    """Name in GGUF -> the tensors of the model's files that it consists of: of experts each one, by its number."""
-    found: dict[str, list[str]] = {}
-    for name, written in names.items():
-        found.setdefault(written, []).append(name)
-    return {written: sorted(sources, key=lambda name: expert_of(name) or 0) for written, sources in found.items()}
-
-
-def _type_of(name: str, shape: Sequence[int], wanted: Any) -> Any:
-    """Norms, biases and what chooses experts are F32; a matrix whose rows cannot be divided into blocks is F16."""
+def _type_of(shape: Sequence[int], wanted: Any) -> Any:
+    """Norms and biases are F32; a matrix whose rows cannot be divided into blocks is F16."""
     from gguf import GGMLQuantizationType as Kind
 
-    if len(shape) < 2 or name.endswith(_ROUTER):
+    if len(shape) < 2:
         return Kind.F32
     return Kind.F16 if wanted == Kind.Q8_0 and shape[-1] % _BLOCK else wanted
 
