@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import AsyncIterator
@@ -15,8 +16,10 @@ from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable, 
 from llama_stack_provider_trl.system.console import complain, show_json, show_lines, show_part
 
 from ..client import CHAT, ServiceClient
+from .refusals import error_with_the_name_meant, in_a_shell
 
 _PROMPT = "> "
+_EMPTY = "[an answer without text: it is left out of the conversation, and so is its question]"
 
 
 def model_name(text: str) -> str:
@@ -69,30 +72,41 @@ async def chat(client: ServiceClient, options: Namespace) -> int:
     system = [{"role": "system", "content": options.system}] if options.system else []
     talks = [Talk(client, model_name(name), sampling, list(system)) for name in names]
     if options.message is not None:
-        return await _ask(talks, options.message, as_json=options.json)
+        return await _ask(talks, options.message, options)
     status = 0
-    while (text := await asyncio.to_thread(_read_line)) is not None:
+    while (text := _typed_line() if sys.stdin.isatty() else await asyncio.to_thread(_read_line)) is not None:
         if text.strip():
-            status = await _ask(talks, text, as_json=options.json)
+            status = await _ask(talks, text, options)
     return status
 
 
 def _read_line() -> str | None:
-    """The next line that is typed; None: there is none."""
-    if not sys.stdin.isatty():
-        line = sys.stdin.readline()
-        return line.rstrip("\n") if line else None
+    """The next line of what is no terminal; None: there is none."""
+    line = sys.stdin.readline()
+    return line.rstrip("\n") if line else None
+
+
+def _typed_line() -> str | None:
+    """The next line that is typed; None: there is none.
+
+    Nothing else runs meanwhile. In a thread, Ctrl-C would wait until a line is typed; and asyncio's handler would
+    cancel the command without ending the wait.
+    """
     with suppress(ImportError):
         import readline  # noqa: F401 (arrow keys and history)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return input(_PROMPT)
     except EOFError:
         show_lines("")
         return None
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
-async def _ask(talks: list[Talk], text: str, *, as_json: bool) -> int:
+async def _ask(talks: list[Talk], text: str, options: Namespace) -> int:
     """Ask all at the same time, and print their answers below each other. Returns the exit status."""
+    as_json = options.json
     parts: list[asyncio.Queue[str | None]] = [asyncio.Queue() for _ in talks]
     asking = [asyncio.create_task(_collect(talk, text, queue)) for talk, queue in zip(talks, parts, strict=True)]
     status = 0
@@ -106,16 +120,20 @@ async def _ask(talks: list[Talk], text: str, *, as_json: bool) -> int:
                 if not as_json:
                     show_part(part)
             error = await task
+            if error is not None:
+                error = await error_with_the_name_meant(talk.client, options, error)
+            found = in_a_shell(str(error))
             if as_json:
-                failed = {} if error is None else {"error": str(error)}
+                failed = {} if error is None else {"error": found}
                 show_json({"model": talk.model, "text": answer, "finish_reason": talk.reason, **failed}, flush=True)
             elif error is None:
-                show_lines(" [cut at the limit of tokens]" if talk.reason == "length" else "", flush=True)
+                note = " [cut at the limit of tokens]" if talk.reason == "length" else ""
+                show_lines(note if answer.strip() else f"{note.lstrip()}{_EMPTY}", flush=True)
             elif answer:
                 show_lines("", flush=True)
             if error is not None:
                 status = 1
-                complain(str(error))
+                complain(found)
     finally:
         for task in asking:
             task.cancel()

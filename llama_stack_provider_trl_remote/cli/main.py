@@ -59,7 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
             complain(f"{text}; --verbose shows where")
         return 1
     except KeyboardInterrupt:
-        continues = "" if local else " watching; what was submitted continues"
+        submits = local is None and options.group != "chat"
+        continues = " watching; what was submitted continues" if submits else ""
         show_lines("", to=sys.stderr)
         complain(f"stopped{continues}.")
         return 130

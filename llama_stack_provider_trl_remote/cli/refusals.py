@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
-from llama_stack_provider_trl.errors import JobNotFound, ServiceRefusal, ServiceUnreachable
+from llama_stack_provider_trl.errors import JobNotFound, ServiceRefusal, ServiceUnreachable, TrlError
 
 if TYPE_CHECKING:
     from ..client import ServiceClient
@@ -67,12 +67,17 @@ async def with_the_name_meant(
     try:
         return await command(client, options)
     except (ServiceRefusal, JobNotFound) as error:
-        if isinstance(error, ServiceRefusal) and error.status != 404:
+        named = await error_with_the_name_meant(client, options, error)
+        if named is error:
             raise
-        near = await _nearest(client, options, str(error))
-        if near is None:
-            raise
-        raise ServiceRefusal(client.url, 404, f"{error}; was {near} meant?") from error
+        raise named from error
+
+
+async def error_with_the_name_meant(client: ServiceClient, options: Namespace, error: TrlError) -> TrlError:
+    """The error of a command, with the known name that is most like the one which the service does not know."""
+    is_unknown = error.status == 404 if isinstance(error, ServiceRefusal) else isinstance(error, JobNotFound)
+    near = await _nearest(client, options, str(error)) if is_unknown else None
+    return error if near is None else ServiceRefusal(client.url, 404, f"{error}; was {near} meant?")
 
 
 async def _nearest(client: ServiceClient, options: Namespace, detail: str) -> str | None:
@@ -80,13 +85,21 @@ async def _nearest(client: ServiceClient, options: Namespace, detail: str) -> st
     for field, fetch in _KNOWN.items():
         given = getattr(options, field, None)
         for name in given if isinstance(given, list) else [given]:
-            if isinstance(name, str) and repr(name) in detail:
+            if isinstance(name, str) and repr(job := _job_of(name)) in detail:
                 try:
                     names = await fetch(client)
                 except (ServiceRefusal, ServiceUnreachable):
                     return None
-                return next(iter(difflib.get_close_matches(name, names, 1, _NEAR)), None)
+                return next(iter(difflib.get_close_matches(job, names, 1, _NEAR)), None)
     return None
+
+
+def _job_of(name: str) -> str:
+    """A name as the service's sentences have it: of a model of a job, the job's."""
+    for prefix in ("ft:", "job:"):
+        if name.startswith(prefix):
+            return name.removeprefix(prefix).partition("/")[0]
+    return name
 
 
 async def _jobs(client: ServiceClient) -> list[str]:
@@ -107,7 +120,7 @@ async def _tokens(client: ServiceClient) -> list[str]:
 
 
 _KNOWN = {
-    **dict.fromkeys(("job_uuid", "job_uuids"), _jobs),
+    **dict.fromkeys(("job_uuid", "job_uuids", "model", "against"), _jobs),
     "dataset_id": _datasets,
     "node": _nodes,
     "name": _tokens,

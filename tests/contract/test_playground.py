@@ -190,6 +190,16 @@ def test_a_training_that_has_the_device_and_a_wrong_model_are_named_and_a_stop_e
         service.post("/post-training/jobs/busy/cancel")
         service.wait("busy", "cancelled")
 
+        window.context.set_offline(True)
+        page.click("#retry")
+        page.wait_for_selector("#state-b:has-text('The service does not answer: retry it.')")
+        window.context.set_offline(False)
+        window.fill(max_tokens="8", prompt="And now?")
+        page.click("#send")
+        page.wait_for_selector("#live:has-text('Both models have answered.')", timeout=60_000)
+        shown = [page.locator(f"#turns-{side} .user .text").all_text_contents() for side in "ab"]
+        assert shown == [["And now?"], [HTML, "And now?"]], "what was not answered is not shown as if it were"
+
 
 def test_a_row_that_ends_in_the_result_of_a_tool_is_shown_and_sent_as_it_is(service: Guarded) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -59,6 +59,12 @@ async function sentenceOf(answer) {
   }
 }
 
+// A browser's own errors have other words in each browser, such as "Failed to fetch".
+function sentenceOfError(error, answer) {
+  if (!(error instanceof TypeError)) return error.message;
+  return answer ? "The answer broke off: retry it." : "The service does not answer: retry it.";
+}
+
 async function* eventsOf(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -97,7 +103,13 @@ function textOf(turn) {
   return [content === '""' ? "" : content, calls].filter(Boolean).join("\n");
 }
 
+function hideLastTurn(side) {
+  while (side.pane.childElementCount > side.before.shown) side.pane.lastElementChild.remove();
+}
+
 async function ask(side, signal) {
+  // What was not answered is no part of the conversation: it would look as if the model had read it.
+  if (side.asked && !side.answer) hideLastTurn(side);
   side.asked = [...system(), ...side.turns, question];
   side.answer = "";
   side.ended = false;
@@ -122,9 +134,8 @@ async function ask(side, signal) {
     side.ended = true;
     if (reason === "length") side.state.textContent = "It ended at its limit of tokens.";
   } catch (error) {
-    side.state.textContent = signal.aborted ? "Stopped." : error.message;
+    side.state.textContent = signal.aborted ? "Stopped." : sentenceOfError(error, side.answer);
   }
-  // What was not answered is no part of the conversation.
   if (side.answer) side.turns = [...side.turns, question, { role: "assistant", content: side.answer }];
 }
 
@@ -157,7 +168,7 @@ function send() {
 function retry() {
   for (const side of SIDES) {
     side.turns = side.before.turns;
-    while (side.pane.childElementCount > side.before.shown) side.pane.lastElementChild.remove();
+    hideLastTurn(side);
   }
   askBoth();
 }
