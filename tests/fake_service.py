@@ -50,6 +50,9 @@ class FakeService:
         """Sets of answers of every job."""
         self.nodes: list[dict[str, Any]] = [{"node": "head", "devices": ["cpu"], "jobs": {"cpu": "job-1"}}]
         self.datasets: list[Json] = []
+        self.pools: list[Json] = []
+        self.placed: list[Json] = []
+        """The jobs of every pipeline."""
         self.queue: list[Json] = []
         """Rows of the queue, two to a page, in whatever order is requested."""
         self.sorts: list[str] = []
@@ -150,8 +153,8 @@ class FakeService:
             if request.content_type != "application/json":
                 return self._error(400)
             return self._post(path, await request.json())
-        if path == "datasets":
-            return web.json_response({"data": self.datasets})
+        if path in ("datasets", "pools"):
+            return web.json_response({"data": self.datasets if path == "datasets" else self.pools})
         if path == "post-training/queue":
             self.sorts.append(request.query["sort"])
             first = int(request.query["offset"])
@@ -201,6 +204,8 @@ class FakeService:
         if path in ("post-training/supervised-fine-tune", "post-training/preference-optimize"):
             self.jobs.setdefault(body["job_uuid"], [status(body["job_uuid"])])
             return web.json_response({"job_uuid": body["job_uuid"]})
+        if path == "post-training/pipelines":
+            return web.json_response({"data": self.placed})
         if path.endswith(("/pause", "/resume")):
             return web.json_response(status(path.split("/")[2], "scheduled", state=path.split("/")[3]))
         return web.json_response(None)

@@ -60,7 +60,7 @@ async def show_jobs(client: ServiceClient, options: Namespace) -> int:
     if options.sort is not None or options.reverse:
         sort = f"{'-' if options.reverse else ''}{options.sort or 'created'}"
         jobs = await sorted_jobs(client, sort, status)
-        emit(options, jobs, *table(JOB_COLUMNS, map(job_row, jobs)))
+        emit(options, jobs, *table(JOB_COLUMNS, map(job_row, jobs), cut=("submitted",)))
         return 0
     if options.json:
         show_json([job async for job in list_jobs(client, status)], indent=2)
@@ -166,7 +166,7 @@ async def add_dataset(client: ServiceClient, options: Namespace) -> int:
 async def list_datasets(client: ServiceClient, options: Namespace) -> int:
     found = (await client.get_all("/v1/datasets"))["data"]
     rows = [(d["identifier"], d.get("metadata", {}).get("num_rows", _NOT_READ), _source(d["source"])) for d in found]
-    emit(options, found, *table(("dataset", "rows", "source"), rows))
+    emit(options, found, *table(("dataset", "rows", "source"), rows, cut=("source",)))
     return 0
 
 
@@ -184,7 +184,7 @@ async def list_nodes(client: ServiceClient, options: Namespace) -> int:
         for node in found
         for device, job in _devices(node)
     ]
-    lines = table(("node", "device", "job", "load", "state"), rows)
+    lines = table(("node", "device", "job", "load", "state"), rows, cut=("load",))
     for node in found:
         if names := node.get("ollama_models"):
             lines.append(f"Ollama on {node['node']}, not for training: {', '.join(names)}")
@@ -239,9 +239,10 @@ async def list_pools(client: ServiceClient, options: Namespace) -> int:
         for pool in found
         for one in pool["allocations"]
     ]
-    lines = table(("pool", "nodes", "node-hours in 30 days", "state"), limits)
+    lines = table(("pool", "nodes", "node-hours in 30 days", "state"), limits, cut=("state",))
     if requests:
-        lines += ["", *table(("request", "pool", "nodes", "state", "for job", "message"), requests)]
+        head = ("request", "pool", "nodes", "state", "for job", "message")
+        lines += ["", *table(head, requests, cut=("message",))]
     emit(options, found, *(lines if found else ["the service has no pools: `pools` in its configuration adds them"]))
     return 0
 
@@ -285,7 +286,7 @@ async def create_token(client: ServiceClient, options: Namespace) -> int:
 async def list_tokens(client: ServiceClient, options: Namespace) -> int:
     answer = await client.get_all(TOKENS)
     head = ("token", "role", "source", "expires", "last used", "limits")
-    emit(options, answer, *table(head, map(token_row, answer["data"])))
+    emit(options, answer, *table(head, map(token_row, answer["data"]), cut=("limits",)))
     return 0
 
 

@@ -200,7 +200,7 @@ async def _on_each(
 
     rows = await asyncio.gather(*(bounded(host) for host in hosts))
     head = ("node", "host", "result", "detail")
-    emit(options, rows, *table(head, ([row[key] for key in head] for row in rows)))
+    emit(options, rows, *table(head, ([row[key] for key in head] for row in rows), cut=("detail",)))
     return 1 if any(row["result"] == "failed" for row in rows) else 0
 
 

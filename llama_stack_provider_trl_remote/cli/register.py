@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.system.console import show_json, show_lines
@@ -35,17 +37,25 @@ async def register(client: ServiceClient, options: Namespace) -> int:
     stack, model = stack_at(options.stack), model_name(options.model)
     if options.promote_if:
         await check_promotion(client, model, options.promote_if)
-    await show_registered(client, stack, model, options.provider, as_json=options.json)
+    await show_registered(client, stack, model, options.provider, show_json if options.json else None)
     return 0
 
 
 async def show_registered(
-    client: ServiceClient, stack: LlamaStack, model: str, provider: str | None, *, as_json: bool
+    client: ServiceClient,
+    stack: LlamaStack,
+    model: str,
+    provider: str | None,
+    show: Callable[[dict[str, Any]], None] | None,
 ) -> None:
-    """Register a model of the service, and print its name in Llama Stack."""
+    """Register a model of the service, and print its name in Llama Stack.
+
+    Args:
+        show: prints it as an object; None: a sentence is printed.
+    """
     found = await stack.register(model, client, provider)
-    if as_json:
-        show_json({"model": found.model, "url": stack.url, "listed": found.is_listed})
+    if show is not None:
+        show({"model": found.model, "url": stack.url, "listed": found.is_listed})
         return
     later = "" if found.is_listed else "; its list of models shows it after the next refresh of the provider"
     show_lines(f"{found.model} answers at {stack.url}{later}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from llama_stack_provider_trl.specs.memory import PARTS
@@ -14,7 +14,7 @@ from llama_stack_provider_trl.system.console import show_json, show_lines, shown
 
 _BAR, _SHORTEST_BAR = 24, 5
 _NARROWEST = 8
-"""Columns that a cell of a table keeps, however narrow the terminal is."""
+"""Characters that a cell of a table keeps, however narrow the terminal is."""
 
 
 def emit(options: Namespace, answer: Any, *lines: str) -> None:
@@ -103,26 +103,32 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[Any]], columns: int | None = None) -> list[str]:
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[Any]], columns: int | None = None, *, cut: Collection[str] = ()
+) -> list[str]:
     """The lines of a table with columns as wide as their widest cell.
 
     Args:
-        columns: of the terminal. Where there is no room, the widest cells lose their ends, but those of the first
-            column, which are names. None: those of standard output, if that is a terminal.
+        columns: of the terminal; None: those of standard output, if that is a terminal.
+        cut: heads of the columns whose widest cells lose their ends where there is no room. All others stay whole,
+            however long the lines become: the user copies names and addresses from them.
     """
     lines = [[shown(str(cell)) for cell in row] for row in (head, *rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     if columns is None and sys.stdout.isatty():
         columns = shutil.get_terminal_size().columns
     if columns is not None:
-        widths = _narrowed(widths, [widths[0], *(max(_NARROWEST, len(name)) for name in head[1:])], columns)
+        least = [
+            min(width, max(_NARROWEST, len(name))) if name in cut else width
+            for name, width in zip(head, widths, strict=True)
+        ]
+        widths = _narrowed(widths, least, columns)
     return ["  ".join(f"{_cut(c, w):<{w}}" for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
 def _narrowed(widths: list[int], least: list[int], columns: int) -> list[int]:
     """The widths of columns that fit, as far as the least ones allow it: what is above those is taken from the most."""
-    most = max(columns, widths[0])
-    found = [min(width, most) for width in widths]
+    found = [max(floor, min(width, columns)) for width, floor in zip(widths, least, strict=True)]
     while sum(found) + 2 * (len(found) - 1) > columns:
         room, widest = max(
             (width - floor, column) for column, (width, floor) in enumerate(zip(found, least, strict=True))

@@ -79,11 +79,19 @@ async def watch_changes(
     async def follow(job_uuid: str) -> dict[str, Any]:
         async for change in changes(client, job_uuid, cursors[job_uuid], interval, note):
             cursors[job_uuid] = change.id
-            line = {"job_uuid": job_uuid, "id": _BETWEEN.join(cursors.values()), "event": change.event}
-            show_json(line, flush=True, to=output)
+            show_change(job_uuid, change.event, _BETWEEN.join(cursors.values()), output)
         return change.event
 
     return await asyncio.gather(*map(follow, names))
+
+
+def show_change(job_uuid: str, event: dict[str, Any], at: str | None = None, output: TextIO | None = None) -> None:
+    """Print what has happened to a job, an object on a line: `job_uuid`, `id` and `event`.
+
+    Args:
+        at: where a watch stands behind it; None: it is of no watch.
+    """
+    show_json({"job_uuid": job_uuid, "id": at, "event": event}, flush=True, to=output)
 
 
 def _cursors(names: Sequence[str], after: str | None) -> dict[str, str]:

@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,7 +17,7 @@ from urllib.parse import urlsplit
 from llama_stack_provider_trl.errors import InvalidRequest, JobConflict
 from llama_stack_provider_trl.specs.row_files import stem_of
 from llama_stack_provider_trl.specs.state_words import state_word
-from llama_stack_provider_trl.system.console import complain, show_json, show_lines
+from llama_stack_provider_trl.system.console import complain, show_lines
 
 from ..client import ServiceClient, job_path
 from ..follow import ENDED
@@ -37,7 +38,7 @@ from .promotion import (
 from .register import show_registered, stack_at
 from .shared_options import trained_as, without_none
 from .terminal import emit, table
-from .watch import exit_status, watch
+from .watch import exit_status, show_change, watch
 
 LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 """With the MLP these are all linear layers of a Llama-like block, as in the quickstart."""
@@ -164,13 +165,15 @@ async def _run_pipeline(client: ServiceClient, body: dict[str, Any], options: Na
             raise InvalidRequest(f"--{name.replace('_', '-')}", value, hint)
     placed = await place(client, body)
     if options.json:
-        show_json([asdict(one) for one in placed], flush=True)
+        for one in placed:
+            event = asdict(one)
+            show_change(event.pop("job_uuid"), {"type": "placed", **event})
     else:
         rows = [
             (one.name, one.job_uuid, "submitted" if one.is_new else f"there already, {state_word(one.state)}")
             for one in placed
         ]
-        show_lines(*table(("job", "job_uuid", "state"), rows), flush=True)
+        show_lines(*table(("job", "job_uuid", "state"), rows, cut=("state",)), flush=True)
     if options.detach:
         return 0
     followed = [name for one in placed for name in (one.job_uuid, one.evaluation) if name is not None]
@@ -258,7 +261,7 @@ async def _follow(client: ServiceClient, job_uuid: str, options: Namespace) -> i
         line = (lambda text: None) if options.json else (lambda text: show_lines(text, flush=True))
         identifier = await pull(client, job_uuid, checkpoint, Path(options.pull), line)
         if options.json:
-            show_json({"identifier": identifier, "directory": options.pull})
+            show_change(job_uuid, {"type": "pulled", "identifier": identifier, "directory": options.pull})
         else:
             show_lines(f"{identifier} is in {options.pull}")
     if options.register is not None:
@@ -266,8 +269,13 @@ async def _follow(client: ServiceClient, job_uuid: str, options: Namespace) -> i
         if given := getattr(options, "promote_if", None):
             await watch(client, evaluations_of(given), options.interval, as_json=options.json)
             await check_promotion(client, model, given)
-        await show_registered(client, stack, model, None, as_json=options.json)
+        as_change = partial(_show_registration, job_uuid) if options.json else None
+        await show_registered(client, stack, model, None, as_change)
     return exit_status(ended)
+
+
+def _show_registration(job_uuid: str, registration: dict[str, Any]) -> None:
+    show_change(job_uuid, {"type": "registered", **registration})
 
 
 def _ending(status: dict[str, Any]) -> str:

@@ -68,6 +68,12 @@ def test_answers_are_the_same_bytes_whatever_was_killed_in_between(tmp_path: Pat
         assert result["dataset"]["num_rows"] == found["metadata"]["num_rows"] > 0
 
 
+def placed_of(output: str) -> list[Json]:
+    """The lines of the jobs of a pipeline."""
+    lines = map(json.loads, output.splitlines())
+    return [line for line in lines if line["event"]["type"] == "placed"]
+
+
 @IN_FULL
 def test_a_student_is_tuned_on_answers_that_are_promised_by_the_job_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -84,8 +90,8 @@ def test_a_student_is_tuned_on_answers_that_are_promised_by_the_job_before(
         monkeypatch.setenv("TRL_SERVICE_URL", service.url)
         service.register("rows", QUESTIONS)
         assert main(["run", str(file), "--json", "--interval", "0.2"]) == 0, capsys.readouterr().err
-        placed = json.loads(capsys.readouterr().out.splitlines()[0])
-        assert [one["name"] for one in placed] == ["teach", "ask", "learn"]
+        placed = placed_of(capsys.readouterr().out)
+        assert [one["event"]["name"] for one in placed] == ["teach", "ask", "learn"]
         teach, generated, learned = (one["job_uuid"] for one in placed)
         config = service.status(generated)["resources_allocated"]["effective_config"]
         assert config["adapter"]["model"].endswith(f"{teach}/final")
@@ -95,8 +101,8 @@ def test_a_student_is_tuned_on_answers_that_are_promised_by_the_job_before(
         found = run["job"]["data"]["dataset"]
         assert (found["sha256"], found["num_rows"]) == (made["sha256"], made["num_rows"])
         assert main(["run", str(file), "--json", "--interval", "0.2"]) == 0
-        again = json.loads(capsys.readouterr().out.splitlines()[0])
-        assert [one["is_new"] for one in again] == [False, False, False]
+        again = placed_of(capsys.readouterr().out)
+        assert [one["event"]["is_new"] for one in again] == [False, False, False]
 
 
 def test_rows_of_another_job_and_bad_requests_are_refused_by_name(tmp_path: Path) -> None:

@@ -198,10 +198,9 @@ def test_a_pipeline_in_a_file_is_run_to_its_end_and_not_repeated(
         status = main(["run", str(file), "--json", "--interval", "0.2"])
         captured = capsys.readouterr()
         assert status == 0, captured.err
-        first, *lines = captured.out.splitlines()
-        placed: list[Json] = json.loads(first)
-        changes = map(json.loads, lines)
-        followed = {one["job_uuid"]: one["event"]["status"] for one in changes if one["event"]["type"] == "end"}
+        lines = [json.loads(line) for line in captured.out.splitlines()]
+        placed = [{"job_uuid": one["job_uuid"], **one["event"]} for one in lines if one["event"]["type"] == "placed"]
+        followed = {one["job_uuid"]: one["event"]["status"] for one in lines if one["event"]["type"] == "end"}
         named = {name for one in placed for name in (one["job_uuid"], one["evaluation"]) if name}
         assert followed == dict.fromkeys(named, "completed")
         return placed

@@ -35,13 +35,16 @@ def run(out: Path, *arguments: str) -> tuple[int, str]:
 
 
 def test_it_trains_by_both_calls_with_the_model_in_its_own_directory(tmp_path: Path) -> None:
-    """A model of random weights learns no orders in that time: that is the only complaint."""
+    """A model of random weights learns no orders in that time: that is the only complaint, at the end."""
     model = tmp_path / "base-model"
     shutil.copytree(tiny_model(), model)
     status, printed = run(tmp_path, "--model", str(model))
     assert "the model did not improve as it must" in printed, printed
     assert status == 1
     assert "DPO merged" in printed, printed
+    assert "The same job, first 3 steps: 1 process, and " in printed, printed
+    chat = printed.partition("== A chat with both")[2]
+    assert (chat.count("\n  base "), chat.count("\n  after DPO ")) == (3, 3), printed
 
 
 @IN_FULL

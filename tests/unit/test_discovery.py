@@ -220,6 +220,19 @@ def test_discover_shows_machines_models_and_what_to_run(
         assert part in printed
 
 
+def test_addresses_are_whole_on_a_terminal(
+    found: list[Sighting], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses = tuple(f"10.0.{number}.101" for number in range(4))
+    found += [replace(HEAD, addresses=addresses, cpus=16, gpus=1)]
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(["nodes", "discover"]) == 0
+    printed = capsys.readouterr().out.splitlines()[1]
+    assert all(address in printed for address in addresses)
+    assert printed.endswith(f"service head (16 CPUs, 1 GPU) at http://{addresses[0]}:8322")
+
+
 def test_the_documented_search_is_what_is_printed(found: list[Sighting], capsys: pytest.CaptureFixture[str]) -> None:
     page = (REPOSITORY / "docs" / "clusters.md").read_text().partition("## Discovery")[2]
     command, _, printed = page.partition("$ trl-remote ")[2].partition("```")[0].partition("\n")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl_remote.cli import main as cli
+from llama_stack_provider_trl_remote.cli import whole_jobs
 from tests.fake_service import FakeService, Run, command_line, fake_service, progress, status
 
 SFT = [{"prompt": "Two and two?", "completion": "Four."}]
@@ -217,7 +220,65 @@ def test_with_json_each_line_is_an_object_and_the_last_ones_are_the_result(
     *changes, pulled = [json.loads(line) for line in output.splitlines()]
     assert [found["event"]["type"] for found in changes] == ["state", "state", "end"]
     assert [found["event"]["status"] for found in changes] == ["scheduled", "completed", "completed"]
-    assert pulled == {"identifier": "one-final", "directory": target}
+    event = {"type": "pulled", "identifier": "one-final", "directory": target}
+    assert pulled == {"job_uuid": "one", "id": None, "event": event}
+
+
+PLACED = {"name": "tune", "is_new": True, "state": "scheduled", "evaluation": None}
+
+
+@pytest.fixture
+def pipeline(service: FakeService, tmp_path: Path) -> Path:
+    """The file of a pipeline whose job the service has placed."""
+    file = tmp_path / "pipeline.yaml"
+    file.write_text("jobs: {tune: {model: org/name}}\n")
+    service.placed = [{**PLACED, "job_uuid": "tune-5f0c1e2b9a7d"}]
+    service.jobs["tune-5f0c1e2b9a7d"] = [status("tune-5f0c1e2b9a7d", "completed")]
+    return file
+
+
+def test_with_json_a_pipeline_is_lines_of_the_form_that_changes_have(run: Run, pipeline: Path) -> None:
+    exit_status, output, errors = run("run", pipeline, "--json", "--interval", 0.01)
+    assert (exit_status, errors) == (0, "")
+    lines = [json.loads(line) for line in output.splitlines()]
+    assert lines[0] == {"job_uuid": "tune-5f0c1e2b9a7d", "id": None, "event": {"type": "placed", **PLACED}}
+    assert {tuple(line) for line in lines} == {("job_uuid", "id", "event")}
+    assert [line["event"]["type"] for line in lines] == ["placed", "state", "end"]
+    assert run("run", pipeline, "--json", "--detach")[1] == output.splitlines(keepends=True)[0]
+
+
+def test_with_json_a_registration_is_a_line_of_the_form_that_changes_have(
+    run: Run, service: FakeService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def provider_of(url: str) -> str:
+        return "trl"
+
+    async def register(model: str, client: object, provider: str | None) -> Any:
+        return SimpleNamespace(model=f"trl/{model}", is_listed=False)
+
+    stack = SimpleNamespace(url="http://there:8321", provider_of=provider_of, register=register)
+    monkeypatch.setattr(whole_jobs, "stack_at", lambda given: stack)
+    file = tmp_path / "job.json"
+    file.write_text('{"job_uuid": "one"}')
+    service.jobs["one"] = [status("one", "completed")]
+    exit_status, output, errors = run("run", file, "--json", "--register", "--interval", 0.01)
+    assert (exit_status, errors) == (0, "")
+    event = {"type": "registered", "model": "trl/ft:one", "url": "http://there:8321", "listed": False}
+    assert json.loads(output.splitlines()[-1]) == {"job_uuid": "one", "id": None, "event": event}
+
+
+@pytest.mark.parametrize("columns", [30, 80])
+def test_the_names_of_a_pipelines_jobs_are_whole_on_a_terminal(
+    run: Run, service: FakeService, pipeline: Path, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    name = "evaluate-what-was-tuned"
+    job_uuid = f"{name}-with-a-long-request-5f0c1e2b9a7d"
+    state = {"is_new": False, "state": "completed"}
+    service.placed = [{**PLACED, **state, "name": name, "job_uuid": job_uuid}]
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    output = run("run", pipeline, "--detach")[1]
+    assert output.splitlines()[1] == f"{name}  {job_uuid}  there..."
 
 
 def test_run_submits_a_file_and_follows_its_job(run: Run, service: FakeService, tmp_path: Path) -> None:

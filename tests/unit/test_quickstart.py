@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -89,3 +92,28 @@ def test_a_followed_job_is_a_few_whole_lines_where_nobody_watches(
     assert lines[0] == "sft-1  running    0% step 0/50  loss 1.000"
     assert lines[-1] == "sft-1  completed  100% step 50/50  loss 1.000"
     assert len(lines) == 12
+
+
+def test_the_service_is_asked_for_the_configuration_that_its_status_lacks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    quickstart = _example("quickstart")
+    losses = [0.693, 0.691, 0.688]
+
+    def call(_: object, method: str, path: str, options: object = None, **given: Any) -> Any:
+        if path.endswith("/metrics"):
+            return {"data": [{"kind": "train", "metrics": {"loss": loss}} for loss in losses]}
+        found: dict[str, Any] = {"progress": {}}
+        if given.get("params", {}).get("config") == "true":
+            found["effective_config"] = {"recipe": {"effective": {"sharding": {"strategy": "NO_SHARD"}}}}
+        return {"status": "completed", "resources_allocated": found}
+
+    for name, fake in (("call", call), ("wait_until_up", lambda *_: None), ("register", lambda *_: 1)):
+        monkeypatch.setattr(quickstart.Stack, name, fake)
+    monkeypatch.delenv("TRL_NPROC_PER_NODE", raising=False)
+    events = [{"type": "progress", "metrics": {"loss": loss}} for loss in losses]
+    (tmp_path / "events.jsonl").write_text("\n".join(map(json.dumps, events)))
+    reference = {"resources_allocated": {"log_path": str(tmp_path / "train.log")}}
+    body = {"job_uuid": "dpo", "training_config": quickstart.DPO_TRAINING}
+    quickstart.train_on_service("http://127.0.0.1:1", body, {}, reference)
+    assert "first 3 steps: 1 process, and 2 ranks (NO_SHARD)" in capsys.readouterr().out

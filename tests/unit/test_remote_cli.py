@@ -869,17 +869,35 @@ def test_texts_are_as_short_as_they_can_be() -> None:
     assert table(("a", "b"), []) == ["a  b"]
 
 
+def test_what_a_pool_has_is_whole_on_a_terminal(
+    run: Run, service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    what = "8 H200 of the partition gpu-long in the account research"
+    request = {"request_id": "f" * 32, "nodes": [], "state": "pending", "requested_for": "tune-5f0c1e2b9a7d"}
+    request["message"] = "waits for resources of the partition"
+    pool = {"pool": "slurm", "nodes": 0, "max_nodes": 4, "what": what, "node_hours_used": 1.5, "node_hours": None}
+    service.pools = [{**pool, "state": "ready", "allocations": [request]}]
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    _, of_pool, _, _, of_request = run("nodes", "pools")[1].splitlines()
+    assert of_pool.split("  ")[1] == f"0 of 4 x {what}"
+    assert of_request.split() == ["f" * 32, "slurm", "0", "pending", "tune-5f0c1e2b9a7d", "waits..."]
+
+
 def test_a_table_fits_into_a_terminal_and_its_names_stay_whole() -> None:
     head, name = ("dataset", "rows", "source", "why"), "orders-0123456789"
     rows = [(name, "120", "f" * 64, "a sentence that says why it is so"), ("pairs", "8", "hub", "-")]
-    lines = table(head, rows, 80)
+    cut = ("source", "why")
+    lines = table(head, rows, 80, cut=cut)
     assert max(map(len, lines)) == 80
     assert lines[1].split()[:2] == [name, "120"]
     assert "fff...  a sentence" in lines[1]
     assert lines[2].split() == ["pairs", "8", "hub", "-"]
-    assert max(map(len, table(head, rows, 10))) == 17 + (2 + 4) + (2 + 8) + (2 + 8)  # what is short is not cut
-    assert table(("a", "b"), [("x" * 99, "y" * 10**6)], 40)[1] == "x" * 99 + "  yyyyy..."
-    assert max(map(len, table(head, rows))) > 80  # no terminal
+    assert max(map(len, table(head, rows, 10, cut=cut))) == 17 + (2 + 4) + (2 + 8) + (2 + 8)  # what is short is not cut
+    assert table(("a", "b"), [("x" * 99, "y" * 10**6)], 40, cut=("b",))[1] == "x" * 99 + "  yyyyy..."
+    assert max(map(len, table(head, rows, cut=cut))) > 80  # no terminal
+    assert table(head, rows, 80, cut=("why",))[1] == f"{name}  120   {'f' * 64}  a sen..."
+    assert table(head, rows, 80) == table(head, rows)
     full = progress(12, 35, loss=2.3104, tokens_per_second=1870.4, eta_seconds=65.2)
     line = progress_line(status("x", "in_progress", progress=full))
     assert line == "running   34% step 12/35  loss 2.310  1,870 tokens/s  1:05 left"

@@ -34,6 +34,8 @@ _LOCKED_SECONDS, _BRIEF_MS = 1.0, 100
 keeps would hold a thread of the service for each of them, and reads would wait behind those."""
 _CREATED = re.compile(r"^CREATE (?:UNIQUE )?(?:TABLE|INDEX|TRIGGER|VIEW) IF NOT EXISTS (\w+)", re.MULTILINE)
 """Names that the schema gives."""
+_DROPPED = re.compile(r"^DROP TABLE IF EXISTS (\w+)", re.MULTILINE)
+"""Tables of other builds of the same version, which the schema removes."""
 _inherited: list[sqlite3.Connection] = []
 """Connections of the process that this one is a fork of. They stay open until it ends."""
 log = logging.getLogger(__name__)
@@ -232,8 +234,8 @@ class Database:
         return _ThreadConnection(connection, cannot_write)
 
     def _create(self) -> None:
-        """Create the tables, or upgrade those of an older release. What the schema has and the file lacks is made, too:
-        another build of the same version may have had no use for it."""
+        """Create the tables, or upgrade those of an older release. What the schema has and the file lacks is made, too,
+        and what it removes is removed: another build of the same version may have differed there."""
         with self._store_errors():
             private_data_dir(self.path.parent)
             if not self.path.exists():  # sqlite would make it 0644
@@ -245,7 +247,7 @@ class Database:
                     f"job database {self.path} has schema version {version}, this program knows {SCHEMA_VERSION}:"
                     " another build wrote it, most likely a newer one: use that one, or another data directory"
                 )
-            if version < SCHEMA_VERSION or (_lacks_something(connection) and not is_read_only(self.path)):
+            if version < SCHEMA_VERSION or (_is_of_another_build(connection) and not is_read_only(self.path)):
                 _use_wal(connection)
                 with _lock(self.path):
                     (version,) = connection.execute("PRAGMA user_version").fetchone()
@@ -329,11 +331,11 @@ def _use_wal(connection: sqlite3.Connection) -> None:
             time.sleep(0.01)
 
 
-def _lacks_something(connection: sqlite3.Connection) -> bool:
-    """Whether a database lacks a table, an index, a trigger or a view of the schema: a tenth of the time of an open,
-    and no lock, for which it would wait."""
-    found = {name for (name,) in connection.execute("SELECT name FROM sqlite_schema")}
-    return not found.issuperset(_CREATED.findall(_sql("schema.sql")))
+def _is_of_another_build(connection: sqlite3.Connection) -> bool:
+    """Whether a database lacks a table, an index, a trigger or a view of the schema, or has a table that the schema
+    removes: a tenth of the time of an open, and no lock, for which it would wait."""
+    found, schema = {name for (name,) in connection.execute("SELECT name FROM sqlite_schema")}, _sql("schema.sql")
+    return not (found.issuperset(_CREATED.findall(schema)) and found.isdisjoint(_DROPPED.findall(schema)))
 
 
 @cache

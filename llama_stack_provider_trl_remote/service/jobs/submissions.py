@@ -145,10 +145,15 @@ class Submissions:
 
     def _note_job(self, job_uuid: str, body: JobBody | None) -> None:
         """Count the space of a job's checkpoints, before the jobs are read again, and keep its request."""
-        with suppress(TrlError, OSError):  # the job is stored: nothing may turn that into a failure
+        # The job is stored: nothing may turn that into a failure.
+        with suppress(TrlError, OSError):
             self._space.note_job(unfinished_job(self._store.get(job_uuid).spec))
-            if body is not None:
-                keep_request(self._store, job_uuid, _requested(body))
+        if body is None:
+            return
+        try:
+            keep_request(self._store, job_uuid, _requested(body))
+        except Exception as error:
+            log.warning("job %s: its request is not kept, so it cannot be cloned: %s", job_uuid, error)
 
     def _check_output(self, work: Work) -> None:
         """Refuse to make a dataset of a name that is registered. Raises InvalidRequest."""

@@ -435,14 +435,14 @@ SELECT step, message FROM warnings WHERE job_uuid = :job_uuid AND step IS NOT NU
 
 -- name: insert_request
 -- A name may be one of a job that was deleted meanwhile.
-INSERT INTO requests (job_uuid, call, body) SELECT job_uuid, :call, :body FROM jobs WHERE job_uuid = :job_uuid
+INSERT INTO kept_requests (job_uuid, call, body) SELECT job_uuid, :call, :body FROM jobs WHERE job_uuid = :job_uuid
 ON CONFLICT (job_uuid) DO NOTHING;
 
 -- name: select_request
-SELECT call, body FROM requests WHERE job_uuid = :job_uuid;
+SELECT call, body FROM kept_requests WHERE job_uuid = :job_uuid;
 
 -- name: delete_request
-DELETE FROM requests WHERE job_uuid = :job_uuid;
+DELETE FROM kept_requests WHERE job_uuid = :job_uuid;
 
 -- name: delete_warnings
 DELETE FROM warnings WHERE job_uuid = :job_uuid;

@@ -37,11 +37,14 @@ CREATE INDEX IF NOT EXISTS jobs_by_checkpoint_dir ON jobs (checkpoint_dir);
 CREATE INDEX IF NOT EXISTS jobs_blocked ON jobs (state, age) WHERE blocked = 1;
 
 -- What a caller of the service requested, so that it can be requested again with changes. Trials have none of their own.
-CREATE TABLE IF NOT EXISTS requests (
+CREATE TABLE IF NOT EXISTS kept_requests (
     job_uuid TEXT PRIMARY KEY REFERENCES jobs (job_uuid),
     call TEXT NOT NULL,                     -- the last part of its path, such as supervised-fine-tune
     body BLOB NOT NULL                      -- JSON, compressed by zlib: the fields that were set
 ) STRICT, WITHOUT ROWID;
+
+-- Builds of this version have had requests as texts in a table of this name: its references would prevent the deletion of jobs.
+DROP TABLE IF EXISTS requests;
 
 -- The jobs that a job comes after. Those may be deleted once they have completed.
 CREATE TABLE IF NOT EXISTS predecessors (
