@@ -7,8 +7,10 @@ import hashlib
 import json
 import time
 from array import array
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, TypedDict
 
@@ -26,9 +28,12 @@ MOST_CPU_S = 5.0
 _CHECKED = 64
 """Rows after which the time is looked at."""
 MOST_SEARCHED, MOST_SEARCHED_ROWS = 8 << 20, 100_000
-"""Bytes and rows in which a text is looked for at once: at most about a second. Who wants more looks further."""
+"""Bytes and rows in which a text is looked for at once: at most about a second. Who wants more looks further. Behind as
+much between the rows of a page, it ends."""
+_ROW_BYTES = MOST_SEARCHED // MOST_SEARCHED_ROWS
+"""Bytes that take the time of a row, beside its own."""
 MOST_MARKS = 1024
-"""RowPlaces in a file that are known: rows of further pages are read from the last one before them."""
+"""RowPlaces in a file that are known: a row of a further page is read from the last one before it."""
 MOST_DUPLICATES = 5
 """Duplicates that are listed."""
 _MOST_SOURCES = 30
@@ -54,6 +59,8 @@ class RowMark(TypedDict):
     offset: int
     number: int
     """Of the row that begins there."""
+    matching: int
+    """Rows before it that count."""
 
 
 class RowPlaces(TypedDict):
@@ -67,8 +74,10 @@ class RowPlaces(TypedDict):
     matching: int
     """Rows that count, of those that were read."""
     marks: list[RowMark]
-    """Where every `stride`-th of them begins, from the first one."""
-    stride: int
+    """Where some of them begin, the first one among them: of few rows that count all."""
+    apart: int
+    """Bytes, those for the time of rows among them, by which marks are apart, at least. Not every so many rows have
+    one: rare ones behind many would lie far behind the marks before them."""
 
 
 class Overview(RowPlaces):
@@ -125,55 +134,77 @@ def rows_within(
     limits: Limited, path: Path, places: RowPlaces, search: str, first: int, count: int
 ) -> list[OverviewRow]:
     """Some rows of a file of which is known where those with this text are: no more is read than what leads to them.
-    See `overview_within`."""
-    if first >= places["matching"] or count < 1:
+    They are fewer, and at least one, where `MOST_SEARCHED` lies between them. See `overview_within`."""
+    marks, count = places["marks"], min(count, places["matching"] - first)
+    if count < 1:
         return []
-    at = min(first // places["stride"], len(places["marks"]) - 1)
-    mark, skipped = places["marks"][at], first - at * places["stride"]
-    count = min(count, places["matching"] - first)
-    arguments = (mark["offset"], mark["number"], search, skipped, count)
-    return read_within(limits, _rows, path, *arguments, doing="reading its rows", advice=_ADVICE)
+    needed = marks[_before(marks, first) : _before(marks, first + count - 1) + 1]
+    return read_within(limits, _rows, path, needed, search, first, count, doing="reading its rows", advice=_ADVICE)
 
 
-def _rows(path: Path, offset: int, number: int, search: str, skipped: int, count: int) -> Iterator[list[OverviewRow]]:
+def _before(marks: Sequence[RowMark], row: int) -> int:
+    """The last mark that is not behind a row, which is counted among those that count."""
+    return bisect_right(marks, row, key=itemgetter("matching")) - 1
+
+
+def _rows(path: Path, marks: Sequence[RowMark], search: str, first: int, count: int) -> Iterator[list[OverviewRow]]:
     with open(path, "rb") as file:
-        file.seek(offset)
-        yield read_rows_at(file, number, search, skipped, count)
+        yield read_rows_at(file, marks, search, first, count)
 
 
-def read_rows_at(file: BinaryIO, number: int, search: str, skipped: int, count: int) -> list[OverviewRow]:
-    """Rows from where a file stands.
+def read_rows_at(file: BinaryIO, marks: Sequence[RowMark], search: str, first: int, count: int) -> list[OverviewRow]:
+    """Rows of a file. See `rows_within`.
 
     Args:
-        number: of the row that begins there.
-        skipped: rows with the text that come before.
+        marks: the first one is not behind the first row.
     """
     wanted, found = search.casefold(), list[OverviewRow]()
-    while len(found) < count and (line := file.readline(LINE_BYTES + 1)):
-        # Without a text every row counts: those before the wanted ones need no reading.
-        row = _parsed(line, number) if wanted or not skipped else {}
-        if not wanted or _has(row, wanted):
-            if skipped:
-                skipped -= 1
-            else:
-                found.append(_shown(row, number))
-        number += 1
+    # The file stands at row `number`, before which `at` rows count.
+    number = at = between = 0
+    while len(found) < count and between <= MOST_SEARCHED:
+        mark = marks[_before(marks, first + len(found))]
+        if mark["number"] > number or not number:
+            file.seek(mark["offset"])
+            number, at = mark["number"], mark["matching"]
+        while line := file.readline(LINE_BYTES + 1):
+            is_shown = at == first + len(found)
+            # Without a text every row counts: those before the wanted ones need no reading.
+            row = _parsed(line, number) if wanted or is_shown else {}
+            number += 1
+            if not wanted or _has(row, wanted):
+                at += 1
+                if is_shown:
+                    found.append(_shown(row, number - 1))
+                    break
+            between += len(line) + _ROW_BYTES
+        else:
+            break
     return found
 
 
 class _Marks:
-    """Collects where rows begin: few of them, at even distances."""
+    """Collects where rows begin: few of them, so that none is far behind the last one before it."""
 
     def __init__(self, known: RowPlaces | None = None) -> None:
         self.marks = list[RowMark]() if known is None else [*known["marks"]]
-        self.stride, self.matching = (1, 0) if known is None else (known["stride"], known["matching"])
+        self.apart, self.matching = (0, 0) if known is None else (known["apart"], known["matching"])
 
     def add(self, offset: int, number: int) -> None:
-        if self.matching % self.stride == 0:
-            self.marks.append(RowMark(offset=offset, number=number))
-            if len(self.marks) > MOST_MARKS:
-                self.marks, self.stride = self.marks[::2], 2 * self.stride
+        self._mark(RowMark(offset=offset, number=number, matching=self.matching))
         self.matching += 1
+        while len(self.marks) > MOST_MARKS:
+            self.apart = 2 * max(self.apart, _ROW_BYTES)
+            marks, self.marks = self.marks, []
+            for mark in marks:
+                self._mark(mark)
+
+    def _mark(self, mark: RowMark) -> None:
+        if self.marks:
+            last = self.marks[-1]
+            rows, size = mark["number"] - last["number"], mark["offset"] - last["offset"]
+            if size + rows * _ROW_BYTES <= self.apart:
+                return
+        self.marks.append(mark)
 
 
 def _searched(path: Path, search: str, known: RowPlaces | None, wanted: int) -> Iterator[RowPlaces]:
@@ -197,7 +228,7 @@ def read_searched(file: BinaryIO, search: str, known: RowPlaces | None = None, w
         is_cut=bool(file.read(1)),
         matching=marks.matching,
         marks=marks.marks,
-        stride=marks.stride,
+        apart=marks.apart,
     )
 
 
@@ -254,7 +285,7 @@ def read_overview(file: BinaryIO, first: int = 0, count: int = 20) -> Overview:
         sources=frequent,
         other_sources=sources.total() - sum(rows for _, rows in frequent),
         marks=marks.marks,
-        stride=marks.stride,
+        apart=marks.apart,
     )
 
 

@@ -5,17 +5,31 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import Request
 
-from llama_stack_provider_trl.errors import InvalidRows
+from llama_stack_provider_trl.errors import InvalidRows, LimitReached
 from llama_stack_provider_trl.specs import row_overview
-from llama_stack_provider_trl.specs.row_overview import Overview, RowPlaces, read_overview, read_rows_at, read_searched
+from llama_stack_provider_trl.specs.row_overview import (
+    Overview,
+    OverviewRow,
+    RowPlaces,
+    read_overview,
+    read_rows_at,
+    read_searched,
+    rows_within,
+)
 from llama_stack_provider_trl.system.limited import Limited
 from llama_stack_provider_trl_remote.service.datasets import overviews
-from llama_stack_provider_trl_remote.service.datasets.overviews import Overviews, shape_of
+from llama_stack_provider_trl_remote.service.datasets.overviews import ListedDataset, Overviews, shape_of
+from llama_stack_provider_trl_remote.service.pages import data_pages
+from llama_stack_provider_trl_remote.service.security.access import CALLER, Caller
 
 
 def lines(*rows: Any) -> io.BytesIO:
@@ -46,8 +60,7 @@ def test_a_text_is_found_in_any_case_within_turns_and_shown_page_by_page() -> No
     file = lines({"text": "other"}, *rows)
     found = read_searched(file, "STRASSE", wanted=99)
     assert (found["matching"], found["num_rows"], found["is_cut"]) == (30, 31, False)
-    file.seek(found["marks"][20]["offset"])
-    shown = read_rows_at(file, found["marks"][20]["number"], "STRASSE", 0, 5)
+    shown = read_rows_at(file, found["marks"][20:], "STRASSE", 20, 5)
     assert [row["number"] for row in shown] == [21, 22, 23, 24, 25]
     assert "Straße 20" in shown[0]["columns"]["messages"]
     assert read_searched(lines(*rows), "messages")["matching"] == 0, "a name of a column is no text"
@@ -103,10 +116,70 @@ def test_rows_of_a_further_page_are_read_from_a_mark_before_them(search: str, mo
     assert len(found["marks"]) <= 8
     matching = [row for row in whole["rows"] if search in row["columns"]["text"]]
     for first in range(found["matching"]):
-        expected = matching[first : first + 3]
-        mark = found["marks"][first // found["stride"]]
-        file.seek(mark["offset"])
-        assert read_rows_at(file, mark["number"], search, first % found["stride"], 3) == expected
+        assert read_rows_at(file, found["marks"], search, first, 3) == matching[first : first + 3]
+
+
+class ReadHere:
+    """Rows that are read in this process, and their numbers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.parsed = list[int]()
+        self._parse = row_overview._parsed
+        monkeypatch.setattr(row_overview, "_parsed", self._noted)
+        monkeypatch.setattr(row_overview, "read_within", self._read_within)
+
+    def _noted(self, line: bytes, number: int) -> dict[str, Any]:
+        self.parsed.append(number)
+        return self._parse(line, number)
+
+    def _read_within(
+        self, limits: Limited, read: Callable[..., Iterator[Any]], path: Path, *arguments: Any, **texts: str
+    ) -> Any:
+        self.parsed.clear()
+        (found,) = read(path, *arguments)
+        return found
+
+
+LIMITS = Limited(20, 512 << 20)
+
+
+def searched(path: Path, text: str, *numbers: int) -> RowPlaces:
+    """A file of 1,000 rows, and where those with these numbers are, which have a text."""
+    with open(path, "w+b") as file:
+        file.write(lines(*[{"text": text if number in numbers else "-"} for number in range(1000)]).getvalue())
+        file.seek(0)
+        return read_searched(file, text, wanted=1000)
+
+
+@pytest.mark.parametrize("most", [1024, 16])
+def test_of_rare_rows_a_page_reads_its_own_alone_also_behind_many_that_are_close(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_overview, "MOST_MARKS", most)
+    rare = [*range(100, 1000, 100)]
+    places = searched(tmp_path / "rows", "needle", *range(20), *rare)
+    assert (places["matching"], len(places["marks"]) <= most) == (29, True)
+    here = ReadHere(monkeypatch)
+    for first in range(9):
+        found = rows_within(LIMITS, tmp_path / "rows", places, "needle", 20 + first, 5)
+        assert [row["number"] for row in found] == here.parsed == rare[first : first + 5]
+
+
+def test_a_page_of_rows_that_lie_far_apart_ends_early_and_the_next_one_begins_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_overview, "MOST_MARKS", 4)
+    numbers = [*range(5, 1000, 45)]
+    places = searched(tmp_path / "rows", "needle", *numbers)
+    monkeypatch.setattr(row_overview, "MOST_SEARCHED", 60 * 100)
+    here, pages = ReadHere(monkeypatch), list[list[int]]()
+    while sum(map(len, pages)) < len(numbers):
+        found = rows_within(LIMITS, tmp_path / "rows", places, "needle", sum(map(len, pages)), 9)
+        pages.append([row["number"] for row in found])
+        assert pages[-1], "each page has a row"
+        assert len(here.parsed) < 1000 / 2
+    assert [number for shown in pages for number in shown] == numbers
+    assert len(pages[0]) < 9
 
 
 class OneDataset:
@@ -169,6 +242,72 @@ def test_what_a_file_has_is_read_once_for_all_pages_of_a_search(
     numbers("two", "4", 0)
     numbers("one", "x", 0)
     assert read == [("two", "4", 0), ("one", "x", 0)], "the last one alone is kept"
+
+
+class Listed(Overviews):
+    """A dataset of a file, read in this process."""
+
+    def line(self, dataset_id: str) -> ListedDataset:
+        return ListedDataset(dataset_id, 60, 1000, "text", "", "", datetime.now(UTC), "")
+
+
+def read_here(monkeypatch: pytest.MonkeyPatch, root: Path) -> Listed:
+    ReadHere(monkeypatch)
+    (root / "one").write_bytes(lines(*[{"text": f"one {number}"} for number in range(60)]).getvalue())
+    return Listed(OneDataset(), FilesByDigest(root), 512)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(InvalidRows("reading its rows takes more than 20 s"), 400), (LimitReached("too busy"), 429)]
+)
+def test_who_cannot_be_shown_rows_can_look_further_all_the_same(
+    error: Exception, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*arguments: Any) -> list[OverviewRow]:
+        raise error
+
+    pages = read_here(monkeypatch, tmp_path)
+    monkeypatch.setattr(row_overview, "MOST_SEARCHED_ROWS", 30)
+    monkeypatch.setattr(overviews, "rows_within", failing)
+    app = SimpleNamespace(state=SimpleNamespace(methods=[]))
+    scope = {"type": "http", "method": "GET", "path": "/data/rows", "headers": [], "app": app, CALLER: Caller(None)}
+    for known, has_further in ((3, True), (15, False)):
+        answer = asyncio.run(data_pages.dataset_page(Request(scope), pages, "one", "5", 0))
+        text = bytes(answer.body).decode()
+        assert answer.status_code == status
+        assert str(error) in text.partition('role="alert"')[2].partition("</p>")[0]
+        assert f"{known} rows have “5”" in text
+        assert ('<a href="/data/rows?dataset=one&amp;search=5">look further</a>' in text) == has_further
+        assert "There is none" not in text
+
+
+def test_of_two_readers_the_one_that_has_looked_further_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages, ended = read_here(monkeypatch, tmp_path), asyncio.Event()
+    searches = list[int]()
+
+    async def worked(function: Callable[..., Any], *arguments: Any) -> Any:
+        found = function(*arguments)
+        if function is overviews.searched_within:
+            searches.append(arguments[-1])
+            if len(searches) == 1:
+                await ended.wait()
+        return found
+
+    monkeypatch.setattr(overviews, "in_work_thread", worked)
+
+    async def read() -> tuple[int, int]:
+        first = asyncio.create_task(pages.of("one", "one", 0, 20))
+        while not searches:
+            await asyncio.sleep(0)
+        further = await pages.of("one", "one", 20, 20)
+        ended.set()
+        return (await first).places["matching"], further.places["matching"]
+
+    assert asyncio.run(read()) == (40, 40)
+    asyncio.run(pages.of("one", "one", 20, 20))
+    assert searches == [20, 40], "what the second one has found is not looked for again"
 
 
 @pytest.mark.parametrize("line", [b"no json\n", b"[1]\n", b"\xff\xfe\n"])

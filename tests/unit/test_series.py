@@ -270,3 +270,36 @@ def test_few_points_are_kept_of_jobs_that_run(store: Store, monkeypatch: pytest.
     store.apply_events("a", 1, [point(step, float(step)) for step in range(201, 230)], 78)
     long.curves()
     assert not long.growing._kept
+
+
+def test_the_curves_of_four_jobs_with_many_metrics_are_kept_beside_each_other(
+    store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(series, "_LONG", 4000)
+    reads, points_together = list[str](), store.points_together
+
+    def noted(job_uuid: str, begin: int, end: int) -> Any:
+        reads.extend([job_uuid] * (end - begin + 1))
+        return points_together(job_uuid, begin, end)
+
+    monkeypatch.setattr(store, "points_together", noted)
+    steps, growing = range(1, 4096), Growing()
+    pairs = [
+        f"{name}/{one}" for name in ("rewards", "logps") for one in ("chosen", "rejected", "margins", "accuracies")
+    ]
+    memory = {f"rank_{kind}memory_bytes": tuple(range(8)) for kind in ("", "peak_")}
+    points = [
+        point(step, 1.0, **dict.fromkeys(["grad_norm", "learning_rate", *pairs], float(step))).model_copy(update=memory)
+        for step in steps
+    ]
+    jobs = ("a", "b", "c", "d")
+    for name in jobs:
+        if name != "a":
+            store.add_job(job_spec(name), "digest")
+            assert store.launch(name, 1, f"cpu-{name}", tmp_path / name)
+        assert store.apply_events(name, 1, [Started(pid=1, device="cpu", versions={}), *points], 77)
+    for _ in range(2):
+        reads.clear()
+        for name in jobs:
+            assert len(read_series(store, name, (), 1000, growing=growing).train) == 27
+    assert {name: reads.count(name) for name in jobs} == dict.fromkeys(jobs, 1), "the last part, which is not over"

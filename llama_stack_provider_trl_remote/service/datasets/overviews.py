@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, StoreError
+from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, LimitReached, StoreError
 from llama_stack_provider_trl.specs.row_files import parse_line
 from llama_stack_provider_trl.specs.row_overview import (
     Overview,
@@ -60,6 +60,8 @@ class SeenRows(NamedTuple):
     places: RowPlaces
     """Of all rows, or of those with the text that was looked for, as far as was looked."""
     rows: list[OverviewRow]
+    problem: LimitReached | OSError | InvalidRows | None = None
+    """Why there are none, though it is known where they are."""
 
 
 class Overviews:
@@ -133,7 +135,8 @@ class Overviews:
 
         Raises:
             InvalidRequest: there is no such dataset, or it cannot be read any more.
-            InvalidRows, LimitReached, OSError: see `overview_within`.
+            InvalidRows, LimitReached, OSError: see `overview_within`. Where these come from the shown rows alone, they
+                are their problem.
         """
         sha256 = await self._registry.rows_of(dataset_id, "dataset", is_current=False)
         path, limits = self._blobs.path(sha256), self._limits
@@ -142,7 +145,7 @@ class Overviews:
             if overview is None:
                 read: Overview = await in_work_thread(overview_within, limits, path, 0 if search else first, count)
                 overview = {**read, "rows": []}
-                _keep(self._kept, sha256, overview)
+                overview = _keep(self._kept, sha256, overview)
                 if not search:
                     return SeenRows(overview, overview, read["rows"])
             places: RowPlaces = overview
@@ -150,15 +153,26 @@ class Overviews:
                 known, wanted = _found(self._searched, (sha256, search)), first + count
                 if known is None or (known["is_cut"] and known["matching"] < wanted):
                     places = await in_work_thread(searched_within, limits, path, search, known, wanted)
-                    _keep(self._searched, (sha256, search), places)
+                    places = _keep(self._searched, (sha256, search), places)
                 else:
                     places = known
-            rows = await in_work_thread(rows_within, limits, path, places, search, first, count)
+            try:
+                rows = await in_work_thread(rows_within, limits, path, places, search, first, count)
+            except FileNotFoundError:
+                raise
+            except InvalidRows as error:
+                return SeenRows(overview, places, [], _named(dataset_id, error))
+            except (LimitReached, OSError) as error:
+                return SeenRows(overview, places, [], error)
             return SeenRows(overview, places, rows)
         except FileNotFoundError as error:
             raise InvalidRequest("dataset", dataset_id, "its rows are gone: register it again") from error
         except InvalidRows as error:
-            raise InvalidRows(f"dataset {dataset_id!r}, {error}") from error
+            raise _named(dataset_id, error) from error
+
+
+def _named(dataset_id: str, error: InvalidRows) -> InvalidRows:
+    return InvalidRows(f"dataset {dataset_id!r}, {error}")
 
 
 def _found[Key, Value](kept: OrderedDict[Key, Value], key: Key) -> Value | None:
@@ -169,10 +183,14 @@ def _found[Key, Value](kept: OrderedDict[Key, Value], key: Key) -> Value | None:
     return kept[key]
 
 
-def _keep[Key, Value](kept: OrderedDict[Key, Value], key: Key, value: Value) -> None:
-    kept[key] = value
+def _keep[Key, Value: RowPlaces](kept: OrderedDict[Key, Value], key: Key, value: Value) -> Value:
+    """Keeps what was read, or what another reader has kept meanwhile where it reaches further. Returns what is kept."""
+    before = kept.pop(key, None)
+    found = value if before is None or before["num_bytes"] <= value["num_bytes"] else before
+    kept[key] = found
     while len(kept) > _MOST_KEPT:
         kept.popitem(last=False)
+    return found
 
 
 def shape_of(line: bytes) -> str:

@@ -80,10 +80,13 @@ async def dataset_page(
             values |= {"found": seen.overview, "places": seen.places, "rows": seen.rows}
             if search and seen.places["is_cut"]:
                 further = _link(dataset, search, first)
+            if seen.problem is not None:  # who looks further may get past it: the links remain
+                status, values["problem"] = await problem_of(request, seen.problem)
         except Exception as error:
             status, values["problem"] = await problem_of(request, error)
-    older, newer = max(0, first - _ROWS), first + _ROWS
-    matching = values["places"]["matching"] if values["places"] else 0
+    shown, matching = len(values["rows"]), values["places"]["matching"] if values["places"] else 0
+    # Rows that lie far apart are fewer than a page has: the next page begins behind those that are shown.
+    older, newer = max(0, first - _ROWS), first + (shown or _ROWS)
     return page(
         request,
         "dataset.html",
@@ -92,9 +95,11 @@ async def dataset_page(
         age=ago(line.registered_at, datetime.now(UTC)),
         search=search,
         first=first,
-        last=min(newer, matching),
+        last=first + shown,
         older=_link(dataset, search, older) if first else "",
-        newer=_link(dataset, search, newer) if newer < matching or (further and newer == matching) else "",
+        newer=_link(dataset, search, newer)
+        if newer < matching or (further and newer == matching == first + _ROWS)
+        else "",
         further=further,
         link=_link,
         train=_address("/new", dataset=dataset, method=_method_of(line.shape)),

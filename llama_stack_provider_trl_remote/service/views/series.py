@@ -35,8 +35,9 @@ _LONG = 1 << 15
 the job requests them."""
 _FINEST = 1024
 """Parts, at least, into which curves are divided that are kept: a page has parts of several of them."""
-_GROWING, _GROWING_POINTS = 16, 1 << 17
-"""Jobs whose curves are kept while they run, and the points of all of them, of 16 bytes each."""
+_GROWING, _GROWING_POINTS = 16, 1 << 20
+"""Jobs whose curves are kept while they run, and the points of all of them, of 16 bytes each: 16 MiB. A curve has up to
+4,096: of a job 128 curves are kept, and 4 jobs of 64 curves beside each other."""
 
 
 def read_series(
