@@ -247,12 +247,12 @@ def changed(row: list[int], *places: int) -> list[int]:
 def test_rows_that_differ_in_few_tokens_are_found_and_equal_and_other_ones_are_not() -> None:
     rows = [text(seed) for seed in range(30)]
     assert near(rows) == (0, 30, None)
-    assert near([*rows, rows[4], rows[5]]) == (0, 32, None), "equal rows have a count of their own"
+    assert near([*rows, rows[4], rows[5]]) == (0, 30, None), "equal rows have a count of their own"
     assert near([*rows, changed(rows[4], 50), changed(rows[3], 3), changed(rows[3], 4)]) == (3, 33, (4, 30))
     assert near([*rows, changed(rows[4], 30, 40, 50, 60, 70, 80)]) == (0, 31, None), "half of it is the same"
-    assert near([rows[4][:13], changed(rows[4][:13], 12)]) == (0, 2, None), "too short"
+    assert near([rows[4][:13], changed(rows[4][:13], 12)]) == (0, 0, None), "too short"
     assert near([]) == (0, 0, None)
-    assert near([[]] * 3) == (0, 3, None)
+    assert near([[]] * 3) == (0, 0, None)
 
 
 def test_what_many_rows_begin_with_makes_none_of_them_alike() -> None:
@@ -269,6 +269,61 @@ def test_a_sample_of_large_files_finds_them_too() -> None:
     assert near([*rows, changed(rows[0], 30)], most_rows=200) == (0, 200, None), "rows behind are not looked at"
 
 
+def test_short_rows_of_a_sampled_file_are_compared_and_those_too_short_are_not_counted() -> None:
+    rows = [text(seed, 200) for seed in range(100)]
+    copies = [changed(row, 100) for row in rows]
+    too_short = [text(seed, 12) for seed in range(100, 150)]  # 8 sequences each
+    found = near([*rows, *copies, *too_short], most_hashes=2000)
+    assert found.found > 70  # about 6 sequences of each are kept; of a quarter of the pairs one that only one row has
+    assert 180 < found.compared <= 200
+    (sentence,) = found.warnings(str)
+    assert sentence.startswith(f"{found.found} of {found.compared} compared rows nearly repeat")
+    others = near([*rows, *(text(seed, 200) for seed in range(200, 300)), *too_short], most_hashes=2000)
+    assert others.found == 0
+
+
+def test_a_sample_keeps_the_memory_of_what_it_keeps_only() -> None:
+    sequences = RowSequences(most_hashes=2000)
+    for seed in range(100):
+        sequences.count([text(seed, 200)])
+    kept = sum((hashes if hashes.base is None else hashes.base).nbytes for hashes in sequences._hashes)
+    assert 0 < kept <= 2000 * 8
+
+
+def variants(row: list[int], number: int) -> list[list[int]]:
+    return [[*row[: 25 + of], 60_000 + of, *row[26 + of :]] for of in range(number)]
+
+
+@pytest.mark.parametrize("number", [20, 30, 200])
+@pytest.mark.parametrize("place", [None, 50])
+def test_one_row_with_a_token_changed_many_times_is_found_as_often(number: int, place: int | None) -> None:
+    row = text(0, 100 + number)
+    rows = variants(row, number)
+    if place is not None:  # a template: the same token of each
+        rows = [[*row[:place], 60_000 + of, *row[place + 1 :]] for of in range(number)]
+    assert near(rows) == (number - 1, number, (0, 1))
+
+
+@pytest.mark.parametrize(("others", "number"), [(100, 30), (30, 300)])
+def test_what_many_rows_begin_with_and_a_row_with_a_token_changed_many_times_are_told_apart(
+    others: int, number: int
+) -> None:
+    prompt, template = text(0, 500), text(1, 400)
+    different = [[*prompt, *text(seed, 40)] for seed in range(2, others + 2)]
+    alike = [[*prompt, *row] for row in variants(template, number)]
+    of_all = others + number
+    assert near([*different, *alike], most_hashes=1_000_000) == (number - 1, of_all, (others, others + 1))
+    mixed = [*different, *alike]
+    random.Random(0).shuffle(mixed)
+    assert near(mixed, most_hashes=1_000_000)[:2] == (number - 1, of_all)
+
+
+def test_a_sample_tells_what_many_rows_begin_with_from_a_row_with_a_token_changed_many_times() -> None:
+    prompt = text(0, 500)
+    assert near([[*prompt, *text(seed, 40)] for seed in range(1, 401)], most_hashes=10_000).found == 0
+    assert near(variants(text(0, 300), 200), most_hashes=4000).found > 150
+
+
 def test_a_preview_names_a_row_that_nearly_repeats_another(tmp_path: Path) -> None:
     long = {"prompt": " ".join(f"What is {number} plus {number}?" for number in range(20)), "completion": "It is blue."}
     rows = [*SFT_ROWS, long, {**long, "completion": "It is grey."}]
@@ -279,7 +334,7 @@ def test_a_preview_names_a_row_that_nearly_repeats_another(tmp_path: Path) -> No
 
     number = len(SFT_ROWS)
     assert warned(job_spec(tmp_path, tiny_model(), rows=rows, max_seq_length=512)) == [
-        f"1 of {number + 2} rows nearly repeat an earlier one (row {number + 1} nearly repeats row {number}): 80% or "
-        "more of what is in one of both is in the other, too"
+        f"1 of {number + 2} compared rows nearly repeat an earlier one (row {number + 1} nearly repeats row {number}): "
+        "80% or more of what is in one of both is in the other, too"
     ]
     assert not warned(job_spec(tmp_path, tiny_model(), rows=SFT_ROWS))

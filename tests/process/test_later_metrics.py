@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections import Counter
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from trl.models.activation_offloading import OffloadActivations
 
 from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes import session
@@ -413,3 +415,10 @@ def test_a_model_that_answers_prompts_has_its_metrics_read_in_their_step_and_the
     assert told[1] == told[0]
     averaging = job_spec(tmp_path, tmp_path, averaging=AveragingSpec(interval=2), ranks=2)
     assert "workers with weights of their own" in why_in_step(averaging)
+
+
+def test_metrics_are_read_in_their_step_where_activation_offloading_waits_in_each(tmp_path: Path) -> None:
+    offloading = job_spec(tmp_path, tmp_path, activation_offloading=True)
+    assert why_in_step(offloading) == "enable_activation_offloading waits for the device in every micro step"
+    assert not why_in_step(offloading.changed(activation_offloading=False))
+    assert "synchronize()" in inspect.getsource(OffloadActivations.__exit__), "TRL waits no more: read them later"

@@ -18,13 +18,15 @@ WIDTH = 5
 RESEMBLANCE = 0.8
 """Share of the sequences of two rows that both have, from which the later one nearly repeats the other."""
 LEAST = 10
-"""Sequences that a compared row has at least: of fewer, one more or less decides."""
+"""Sequences that a compared row has at least, before a sample is taken: of fewer, one more or less decides."""
+_LEAST_SAMPLED = 2
 MOST_ROWS = 100_000
 """Rows that are compared, from the first one on."""
 MOST_HASHES = 4 << 20
 """Sequences that are kept, with 8 bytes each; of more, those with the smaller hashes."""
 _COMMON_ROWS, _COMMON_SHARE = 20, 0.05
-"""Sequences that more rows than both have tell nothing of a row: those of a system prompt, or of a template."""
+"""Sequences that more rows than both have tell nothing of a row that has others: they are those of a system prompt.
+Where little else is in the rows that have them, one row was written down many times: see `_telling`."""
 _FACTORS = np.random.default_rng(0).integers(1 << 62, 1 << 63, WIDTH, dtype=np.uint64) | np.uint64(1)
 _NONE = np.zeros(0, dtype=np.uint64)
 
@@ -34,7 +36,7 @@ class NearRepeats(NamedTuple):
 
     found: int
     compared: int
-    """All rows that were looked at."""
+    """Rows that have enough to be compared by, and do not equal an earlier one."""
     pair: tuple[int, int] | None
     """The earlier row, and the first one that nearly repeats it."""
 
@@ -47,7 +49,7 @@ class NearRepeats(NamedTuple):
         if not self.pair:
             return []
         example = f"{place(self.pair[1])} nearly repeats {place(self.pair[0])}"
-        found = f"{self.found} of {self.compared} rows nearly repeat an earlier one ({example})"
+        found = f"{self.found} of {self.compared} compared rows nearly repeat an earlier one ({example})"
         return [f"{found}: {RESEMBLANCE:.0%} or more of what is in one of both is in the other, too"]
 
 
@@ -60,6 +62,8 @@ class RowSequences:
         self._kept = 0
         self._hashes: list[NDArray[np.uint64]] = []
         """Of each row, ascending, each once; none of a row that equals an earlier one."""
+        self._numbers: list[int] = []
+        """Of each row, how many it has before a sample is taken."""
         self._digests = set[bytes]()
 
     def count(self, parts: Iterable[Sequence[int]]) -> None:
@@ -75,7 +79,9 @@ class RowSequences:
         is_equal = digest in self._digests
         self._digests.add(digest)
         hashes = [] if is_equal else [_hashes(text) for text in texts]
-        self._hashes.append(self._sampled(np.unique(np.concatenate([_NONE, *hashes]))))
+        different = np.unique(np.concatenate([_NONE, *hashes]))
+        self._numbers.append(len(different))
+        self._hashes.append(self._sampled(different))
         self._kept += len(self._hashes[-1])
         while self._kept > self.most_hashes:
             self._below >>= 1
@@ -85,31 +91,66 @@ class RowSequences:
     def near_repeats(self) -> NearRepeats:
         """Rows that resemble an earlier one, by `RESEMBLANCE` at least, and do not equal one."""
         number = len(self._hashes)
-        rows = np.repeat(np.arange(number), [len(hashes) for hashes in self._hashes])
-        hashes = np.concatenate([_NONE, *self._hashes])
+        sampled = np.array([len(hashes) for hashes in self._hashes], dtype=np.int64)
+        rows, hashes = np.repeat(np.arange(number), sampled), np.concatenate([_NONE, *self._hashes])
         order = np.argsort(hashes, kind="stable")  # of equal hashes the earliest row stays the first one
         hashes, rows = hashes[order], rows[order]
-        begins = np.flatnonzero(np.diff(hashes, prepend=hashes[:1] + np.uint64(1)))
-        counts = np.diff(begins, append=len(hashes))
+        stand_for = np.array(self._numbers, dtype=np.int64) / np.maximum(1, sampled)  # what one of a sample stands for
+        tells = _telling(hashes, rows, stand_for)
+        hashes, rows = hashes[tells], rows[tells]
+        begins, counts = _runs(hashes)
         place = np.arange(len(hashes)) - np.repeat(begins, counts)  # of a row among those with the same hash
         first, before = np.repeat(rows[begins], counts), np.roll(rows, 1)
-        tells = np.repeat(counts <= max(_COMMON_ROWS, _COMMON_SHARE * number), counts)
-        sizes = np.bincount(rows[tells], minlength=number)
+        sizes = np.bincount(rows, minlength=number)
+        is_compared = (sizes >= _LEAST_SAMPLED) & (_rounded(sizes * stand_for) >= LEAST)
         # The first row that has a sequence, and the last one before: of many alike, one resemblance is enough.
-        with_first, with_last = tells & (place > 0), tells & (place > 1)
+        with_first, with_last = place > 0, place > 1
         earlier = np.concatenate([first[with_first], before[with_last]])
         later = np.concatenate([rows[with_first], rows[with_last]])
         pairs, common = np.unique(earlier * number + later, return_counts=True)
         earlier, later = pairs // max(1, number), pairs % max(1, number)
         of_both = sizes[earlier] + sizes[later] - common
-        alike = (common >= RESEMBLANCE * of_both) & (np.minimum(sizes[earlier], sizes[later]) >= LEAST)
+        alike = (common >= RESEMBLANCE * of_both) & is_compared[earlier] & is_compared[later]
         earlier, later = earlier[alike], later[alike]
         repeats, at = np.unique(later, return_index=True)
         pair = (int(earlier[at[0]]), int(repeats[0])) if len(repeats) else None
-        return NearRepeats(len(repeats), number, pair)
+        return NearRepeats(len(repeats), int(is_compared.sum()), pair)
 
     def _sampled(self, hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        return hashes[: np.searchsorted(hashes, np.uint64(self._below - 1), side="right")]
+        end = np.searchsorted(hashes, np.uint64(self._below - 1), side="right")
+        # A view would keep the memory of all of them.
+        return hashes if end == len(hashes) else hashes[:end].copy()
+
+
+def _telling(hashes: NDArray[np.uint64], rows: NDArray[np.int64], stand_for: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Which sequences rows are compared by: all but those of a system prompt.
+
+    A system prompt is what many rows have that have something else, too. A row that was written down many times with a
+    word changed is as common, but what else its rows have is little. Of a sample a single row does not show this, so
+    that the mean over the rows decides; a row that clearly has enough of its own is compared by that in any case.
+
+    Args:
+        hashes: ascending.
+        rows: with each hash.
+        stand_for: of each row, how many of its sequences one of the sample stands for.
+    """
+    begins, counts = _runs(hashes)
+    is_common = counts > max(_COMMON_ROWS, _COMMON_SHARE * len(stand_for))
+    own = _rounded(np.bincount(rows[~np.repeat(is_common, counts)], minlength=len(stand_for)) * stand_for)
+    sums = np.add.reduceat(own[rows], begins) if len(begins) else own[:0]
+    of_prompt = is_common & (sums >= LEAST * counts)
+    return ~(np.repeat(of_prompt, counts) | (np.repeat(is_common, counts) & (own[rows] >= 2 * LEAST)))
+
+
+def _runs(hashes: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where equal ones begin, of some in ascending order, and how many there are."""
+    begins = np.flatnonzero(np.diff(hashes, prepend=hashes[:1] + np.uint64(1)))
+    return begins, np.diff(begins, append=len(hashes))
+
+
+def _rounded(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Without what a division and a multiplication add: 10 sequences are not 9.999."""
+    return np.round(numbers, 6)
 
 
 def _hashes(ids: NDArray[np.uint64]) -> NDArray[np.uint64]:

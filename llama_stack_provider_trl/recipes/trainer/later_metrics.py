@@ -34,6 +34,9 @@ def why_in_step(spec: JobSpec) -> str:
         return "the model answers prompts before each step, for which Python waits at every token"
     if spec.method.installed is not None:
         return "an installed method may decide by them"
+    if spec.compute.activation_offloading:
+        # TRL's OffloadActivations synchronizes its streams when it ends, so that nothing is queued before a read.
+        return "enable_activation_offloading waits for the device in every micro step"
     return ""
 
 
