@@ -60,6 +60,8 @@ class Outcome:
     """sha256 over the safetensors files of `final`."""
     attention: str = ""
     """The implementation of attention that the model trained with."""
+    metrics_read: str = ""
+    """When the metrics of a step were read; empty: in their step, as the job requested."""
     verified: str = ""
     """How `final` was compared with the trained model after writing: logits or weights."""
     logits_difference: float | None = None
@@ -76,7 +78,8 @@ class Outcome:
 
     @property
     def step_seconds(self) -> float:
-        """Median time of a step after the warmup, from metric point to metric point."""
+        """Median time of a step after the warmup, from metric point to metric point. Where these are written a step
+        later, all but the last are, so that the median is that of steps, too."""
         times = [step.time for step in self.steps[WARMUP_STEPS - 1 :]]
         took = [after - before for before, after in itertools.pairwise(times)]
         return statistics.median(took) if took else 0.0
@@ -314,6 +317,7 @@ def outcome(run_dir: Path, seconds: float, exit_code: int | None, problem: str, 
         checkpoints=tuple(str(event.path) for event in saved if event.kind == "step"),
         weights=digest(final.path) if final else "",
         attention=str(prepared.effective.get("attention", "")) if prepared else "",
+        metrics_read=str(prepared.effective.get("metrics_read", "")) if prepared else "",
         verified=str(final.verified or "") if final else "",
         logits_difference=final.logits_difference if final else None,
         export_seconds=final.time - points[-1].time if final and points else 0.0,

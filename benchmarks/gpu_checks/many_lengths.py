@@ -4,7 +4,7 @@
 
 Writes the seconds of each step to OUT: {"SFT": {"ours": [[...], ...], "stock TRL": [[...], ...]}, "DPO LoRA": ...}, a
 list for each round. A job's time is read from its metric points, stock TRL's after each step; both have waited for the
-GPU there.
+GPU there, the job if its `read_metrics_later` is never.
 """
 
 from __future__ import annotations

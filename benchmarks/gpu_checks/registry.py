@@ -50,6 +50,7 @@ CHECKS = (
     Check("speed on rows of many lengths", "gpu_checks.speed:many_lengths", 150),
     Check("speed on rows of many lengths at 1B", "gpu_checks.speed:many_lengths_at_1b", 270),
     Check("merged micro steps", "gpu_checks.speed:merged", 180),
+    Check("metrics a step later", "gpu_checks.speed:later_metrics", 120),
     Check("LoRA as one operation", "gpu_checks.operations:fused_lora", 150),
     Check("gradients of the head", "gpu_checks.operations:head_gradients", 150),
     Check("networks in tiles", "gpu_checks.operations:mlp_tiles", 150),

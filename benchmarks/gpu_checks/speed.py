@@ -44,10 +44,10 @@ PEAK_FLOPS = {
 def clock(setting: Setting) -> Finding:
     """Decides whether `tokens_per_second` is real: a GPU computes after Python has returned from a step.
 
-    A metric point is written after the loss has been read, so after all queued work: the time between two points is a
-    synchronized clock.
+    With `read_metrics_later` never a metric point is written after the loss of its step has been read, so after all
+    queued work: the time between two points is a synchronized clock.
     """
-    sizes = {"steps": 12, "tokens": 256 if setting.is_dry_run else 1024, "batch_size": 4}
+    sizes = {"steps": 12, "tokens": 256 if setting.is_dry_run else 1024, "batch_size": 4, "read_metrics_later": "never"}
     return judge_clock(run(setting, spec(setting, "clock", model(setting, HALF_B), **sizes)))
 
 
@@ -280,13 +280,58 @@ def judge_merged(found: Mapping[str, Outcome], is_measured: bool) -> Finding:
     return Finding(passed, summary, rows, {"against_requested": ratio})
 
 
+# --- Metrics that are read a step later -------------------------------------------------------------------------------
+
+LATER, IN_STEP = "read a step later", "read in their step"
+
+
+def later_metrics(setting: Setting) -> Finding:
+    """Decides whether metrics that are read a step later leave a training as it is, and what they gain: 0.5B with LoRA
+    and 4 rows of 256 tokens a step, which a GPU computes about as fast as the CPU queues them.
+
+    `auto` on a GPU; a dry run asks for `always`, since a CPU reads metrics in their step by itself.
+    """
+    kinds = {LATER: "always" if setting.is_dry_run else "auto", IN_STEP: "never"}
+    path, sizes = model(setting, HALF_B), {"steps": 24, "tokens": 64 if setting.is_dry_run else 256, "batch_size": 4}
+    if setting.is_dry_run:
+        sizes["steps"] = 6
+    jobs = [
+        spec(setting, f"job-{number}", path, lora=True, read_metrics_later=value, **sizes)
+        for number, value in enumerate(kinds.values())
+    ]
+    return judge_later_metrics(
+        dict(zip(kinds, run_all(setting, jobs), strict=True)), is_measured=not setting.is_dry_run
+    )
+
+
+def judge_later_metrics(found: Mapping[str, Outcome], is_measured: bool) -> Finding:
+    """Passes where they are read as requested, losses and weights are the same, and steps are no slower."""
+    if failed := problems(found):
+        return Finding(False, failed)
+    later, in_step = found[LATER], found[IN_STEP]
+    if later.metrics_read != "a step later" or in_step.metrics_read:
+        read = ", ".join(f"{name}: {one.metrics_read or 'not named'}" for name, one in found.items())
+        return Finding(False, f"metrics are not read as requested: {read}")
+    ratio = in_step.step_seconds / max(later.step_seconds, 1e-9)
+    is_same = bool(later.weights) and later.weights == in_step.weights
+    apart = largest_difference(later.losses, in_step.losses)
+    rows = {name: f"{one.step_seconds:.3f} s a step, peak {one.peak_gib:.2f} GiB" for name, one in found.items()}
+    summary = (
+        f"{ratio:.2f} times the speed, weights {'equal' if is_same else 'DIFFER'}, losses within {apart:.1e} of those "
+        "that are read in their step"
+    )
+    passed = is_same and apart <= SAME_LOSS and (not is_measured or ratio * SAME_SPEED >= 1)
+    return Finding(passed, summary, rows, {"speed": ratio})
+
+
 # --- Rows of many lengths ---------------------------------------------------------------------------------------------
 
 
 def many_lengths(setting: Setting) -> Finding:
     """Decides whether jobs are faster than stock TRL on rows as people have them, of many lengths, with our defaults.
 
-    Every shape is new to the kernels at first: half of the time of short jobs can be their preparation.
+    But metrics are read in their step, as a clock of single steps needs it. Every shape is new to the kernels at first:
+    half of the time of short jobs can be their preparation.
     """
     return _many_lengths(setting, HALF_B, batch_size=4, steps=16, adapters=(None,))
 
@@ -307,7 +352,8 @@ def _many_lengths(
     for number, lora, algorithm in itertools.product(range(ROUNDS), adapters, ("sft", "dpo")):
         rows = rows_of_many_lengths(algorithm, batch_size * steps, tokens)
         sizes = {"algorithm": algorithm, "tokens": tokens, "steps": steps, "batch_size": batch_size, "rows": rows}
-        job = spec(setting, f"{algorithm}-{lora}-{number}", path, lora=lora, **sizes)
+        clock = {"read_metrics_later": "never"}
+        job = spec(setting, f"{algorithm}-{lora}-{number}", path, lora=lora, **sizes, **clock)
         specs.append(write_attempt(setting, job) / "spec.json")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "gpu_checks.many_lengths", str(out), *map(str, specs)],

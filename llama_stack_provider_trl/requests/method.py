@@ -116,7 +116,7 @@ def _refuse_other_options(trained: LoraSpec, options: ProviderOptions) -> None:
 
 
 def _refuse_adapter_options(options: ProviderOptions) -> None:
-    for name in ("peft_method", "lora_dropout", "use_rslora", "merge_adapter"):
+    for name in ("peft_method", "lora_dropout", "use_rslora", "merge_adapter", "fuse_lora"):
         value = getattr(options, name)
         if value != ProviderOptions.model_fields[name].default:
             hint = "there is no adapter without LoRA; ask for LoRA, or leave it out"

@@ -425,7 +425,7 @@ OPTION_ASKS: dict[str, Try] = {
     "gradient_sync": Try("micro_step"),
     "merge_micro_batches": Try("never"),
     "read_metrics_later": Try("never"),
-    "fuse_lora": Try("never"),
+    "fuse_lora": Try("never", around={"algorithm_config": LORA}),
     "tile_mlp": Try("never"),
     "head_gradients": Try("backward"),
     "averaging": Try({"interval": 20}, options={"nproc_per_node": 2}),

@@ -30,7 +30,13 @@ from gpu_checks.report import read  # noqa: E402
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 LONG = {"FSDP2 output dtype", "cpu_offload", "memory estimate", "QLoRA", "QAT", "NCCL hang", "speed at 1B"}
 LONG |= {"speed on rows of many lengths", "speed on rows of many lengths at 1B", "methods", "own answers", "answers"}
-LONG |= {"merged micro steps", "LoRA as one operation", "gradients of the head", "networks in tiles"}
+LONG |= {
+    "metrics a step later",
+    "merged micro steps",
+    "LoRA as one operation",
+    "gradients of the head",
+    "networks in tiles",
+}
 """15 to 36 s each, three quarters of all."""
 NAMES = [check.name for check in CHECKS if check.name not in LONG or os.environ.get("TRL_GPU_CHECKS") == "full"]
 NEEDS_GPU = {"tests/gpu", "activation offloading", "contexts", "NCCL memory"}

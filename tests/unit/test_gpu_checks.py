@@ -33,6 +33,7 @@ from gpu_checks import (  # noqa: E402
 from gpu_checks.inputs import ONE_B  # noqa: E402
 from gpu_checks.jobs import Outcome, Step, digest  # noqa: E402
 from gpu_checks.report import Finding, Result, Status  # noqa: E402
+from gpu_checks.setting import Setting  # noqa: E402
 
 GIB = 1 << 30
 METRICS = {"tokens_per_second": 100.0, "grad_norm": 1.0, "rewards/chosen": 0.0, "rewards/rejected": 0.0}
@@ -59,6 +60,7 @@ STEPS_OF_BOTH = {"ours": [[9.0, 9.0, 0.1, 0.1], [9.0, 9.0, 0.1, 0.2]], "stock TR
 """Seconds; the first two steps of a round do not count."""
 OFFLOADED = {"units": 4, "offload": "CPUOffloadPolicy"}
 MERGED_STEPS = {name: job() for name in (speed.MERGED, speed.SEPARATE, speed.REQUESTED)}
+READ = {speed.LATER: job(metrics_read="a step later"), speed.IN_STEP: job()}
 SLOW = job(steps=tuple(replace(step, time=2.0 * step.step) for step in job().steps))
 SMALL = job(steps=tuple(replace(step, peak_bytes=GIB) for step in job().steps))
 OPERATIONS: Any = (
@@ -367,6 +369,19 @@ FAULTS: dict[str, tuple[Judge, tuple[Any, ...], dict[str, tuple[Any, ...]]]] = {
             "it fails": ({**MERGED_STEPS, speed.MERGED: FAILED}, True),
         },
     ),
+    "metrics a step later": (
+        speed.judge_later_metrics,
+        (READ, True),
+        {
+            "it is slower": ({**READ, speed.LATER: replace(SLOW, metrics_read="a step later")}, True),
+            "other weights": ({**READ, speed.IN_STEP: job(weights="others")}, True),
+            "other losses": ({**READ, speed.IN_STEP: DIVERGED}, True),
+            "a step is missing": ({**READ, speed.IN_STEP: SHORT}, True),
+            "nothing is read later": ({**READ, speed.LATER: job()}, True),
+            "both are read later": (dict.fromkeys(READ, READ[speed.LATER]), True),
+            "it fails": ({**READ, speed.LATER: FAILED}, True),
+        },
+    ),
     "LoRA as one operation": OPERATIONS,
     "gradients of the head": OPERATIONS,
     "networks in tiles": (
@@ -481,6 +496,23 @@ def test_a_job_that_was_to_be_sharded_and_was_not_counts_as_failed() -> None:
     assert numerics.require_shards(job(), {"units": 4}).finished
     whole = numerics.require_shards(job(), {"units": 0})
     assert not numerics.judge_falling({"one process": job(), "FSDP2": whole}, agreement=1.0).passed
+
+
+@pytest.mark.parametrize("check", ["clock", "many_lengths"])
+def test_where_metric_points_are_a_clock_metrics_are_read_in_their_step(
+    check: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def spec(*given: Any, **changes: Any) -> Any:
+        asked.append(changes.get("read_metrics_later"))
+        raise EOFError
+
+    monkeypatch.setattr(speed, "model", lambda *_: tmp_path)
+    monkeypatch.setattr(speed, "spec", spec)
+    with pytest.raises(EOFError):
+        getattr(speed, check)(Setting(tmp_path, tmp_path, is_dry_run=True))
+    assert asked == ["never"]
 
 
 def test_a_checkpoint_without_weights_has_no_digest(tmp_path: Path) -> None:

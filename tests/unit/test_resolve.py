@@ -506,7 +506,14 @@ def test_an_option_is_placed_by_the_module_of_its_kind_and_not_where_they_meet()
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("merge_adapter", True), ("lora_dropout", 0.1), ("use_rslora", True), ("peft_method", "vera")],
+    [
+        ("merge_adapter", True),
+        ("lora_dropout", 0.1),
+        ("use_rslora", True),
+        ("peft_method", "vera"),
+        ("fuse_lora", "always"),
+        ("fuse_lora", "never"),
+    ],
 )
 @pytest.mark.parametrize("request_body", [sft(), sft(algorithm_config=QAT), dpo()])
 def test_options_of_adapters_are_refused_by_name_without_one(
