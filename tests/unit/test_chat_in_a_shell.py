@@ -78,7 +78,7 @@ def test_a_training_that_has_the_device_is_named_with_the_command_that_shows_it(
 def test_an_answer_without_text_is_stated(capsys: pytest.CaptureFixture[str]) -> None:
     assert answered(Answering("", "\n")) == 0
     assert "\n[an answer without text: it is left out" in capsys.readouterr().out
-    assert answered(Answering("Fo", "ur.")) == 0
+    assert answered(Answering("Four", ".")) == 0
     assert capsys.readouterr().out == "Four.\n"
 
 
