@@ -26,7 +26,10 @@ def provider_block(path: Path, environ: Mapping[str, str], provider_type: str = 
     """
     try:
         document = yaml.load(decoded(path.read_bytes()), UniqueKeys)
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        hint = "name another one with --config or TRL_SERVICE_CONFIG"
+        raise ValueError(f"{path} cannot be read ({error.strerror or error}): {hint}") from error
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from error

@@ -59,11 +59,19 @@ def load_settings(
     values |= {name: value for name, value in over.items() if value is not None}
     if "token" in values and "api_token" in values:
         del values["token"]
-    where = f"{path}, {PROVIDER_TYPE}" if path else "settings"
     try:
         return ServiceSettings.model_validate(values), path
     except ValidationError as error:
+        where = _where(error, environ, over) or (f"{path}, {PROVIDER_TYPE}" if path else "settings")
         raise SettingsError(f"{where}: {_sentence(error)}") from error
+
+
+def _where(error: ValidationError, environ: Mapping[str, str], over: Mapping[str, Any]) -> str | None:
+    """The option or the variable that set what is wrong; None: neither did."""
+    name = next(iter(error.errors(include_url=False)[0]["loc"]), None)
+    if isinstance(name, str) and over.get(name) is not None:
+        return f"--{name.replace('_', '-')}"
+    return next((one for one, setting in _ENVIRONMENT.items() if setting == name and environ.get(one)), None)
 
 
 def _default_config(environ: Mapping[str, str]) -> Path | None:

@@ -209,7 +209,11 @@ async def _measure(service: Service) -> None:
 @contextmanager
 def _claimed(data_dir: Path, address: str) -> Iterator[None]:
     """Locks the data directory for one service; a second one is refused. (An inline provider may share it.)"""
-    private_data_dir(data_dir)
+    try:
+        private_data_dir(data_dir)
+    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        hint = "choose another directory with --data-dir or TRL_SERVICE_DATA_DIR"
+        raise SettingsError(f"the data directory {data_dir} cannot be created ({error.strerror}): {hint}") from error
     lock = FileLock(DataDir(data_dir).service_lock)
     if not lock.acquire(f"pid {os.getpid()}, {address}"):
         raise SettingsError(

@@ -36,6 +36,7 @@ from llama_stack_provider_trl_remote.service.pool_settings import (
     SlurmPoolSettings,
     SshPoolSettings,
 )
+from llama_stack_provider_trl_remote.service.server import serve
 from llama_stack_provider_trl_remote.service.settings import (
     FsdpConfig,
     ServiceSettings,
@@ -213,8 +214,26 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         other.write_text(text)
         with pytest.raises(SettingsError, match=expected):
             load_settings(other, {})
-    with pytest.raises(SettingsError, match="cannot be read"):
+    with pytest.raises(SettingsError, match=r"missing.yaml cannot be read \(No such file or directory\): name another"):
         load_settings(tmp_path / "missing.yaml", {})
+
+
+def test_what_has_set_a_wrong_value_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.yaml", port=700000)
+    for environ, over, expected in (
+        ({"TRL_SERVICE_PORT": "1"}, {"port": 700000}, "--port: port=700000: "),
+        ({"TRL_SERVICE_PORT": "many"}, {"host": "::1"}, "TRL_SERVICE_PORT: port='many': "),
+        ({}, {}, f"{path}, remote::trl_remote: port=700000: "),
+    ):
+        with pytest.raises(SettingsError, match=f"^{re.escape(expected)}"):
+            load_settings(path, environ, **over)
+
+
+def test_a_data_directory_that_cannot_be_created_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("no directory")
+    assert serve(ServiceSettings(port=0, data_dir=tmp_path / "file" / "data")) == 1
+    error = capsys.readouterr().err
+    assert f"the data directory {tmp_path}/file/data cannot be created (Not a directory): choose another" in error
 
 
 @pytest.mark.parametrize(
