@@ -24,6 +24,7 @@ from llama_stack_provider_trl.specs.row_overview import (
     read_rows_at,
     read_searched,
     rows_within,
+    searched_within,
 )
 from llama_stack_provider_trl.system.limited import Limited
 from llama_stack_provider_trl_remote.service.datasets import overviews
@@ -289,7 +290,7 @@ def test_of_two_readers_the_one_that_has_looked_further_is_kept(
 
     async def worked(function: Callable[..., Any], *arguments: Any) -> Any:
         found = function(*arguments)
-        if function is overviews.searched_within:
+        if function is searched_within:
             searches.append(arguments[-1])
             if len(searches) == 1:
                 await ended.wait()
