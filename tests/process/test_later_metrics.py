@@ -14,13 +14,16 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Trainer
 
 from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes import session
 from llama_stack_provider_trl.recipes.trainer import later_metrics
+from llama_stack_provider_trl.recipes.trainer.base import RecipeTrainer
 from llama_stack_provider_trl.recipes.trainer.callbacks import Decision, JobCallback
 from llama_stack_provider_trl.recipes.trainer.later_metrics import DeviceClock, LaterMetrics, why_in_step
 from llama_stack_provider_trl.recipes.trainer.sft import SftRecipe
+from llama_stack_provider_trl.recipes.trainer.trl_patches import OVERRIDDEN
 from llama_stack_provider_trl.specs.averaging import AveragingSpec
 from llama_stack_provider_trl.specs.evaluations import EarlyStoppingTracker
 from llama_stack_provider_trl.specs.events import (
@@ -413,3 +416,12 @@ def test_a_model_that_answers_prompts_has_its_metrics_read_in_their_step_and_the
     assert told[1] == told[0]
     averaging = job_spec(tmp_path, tmp_path, averaging=AveragingSpec(interval=2), ranks=2)
     assert "workers with weights of their own" in why_in_step(averaging)
+
+
+# --- What is overridden -----------------------------------------------------------------------------------------------
+
+
+def test_every_private_method_of_trainer_that_is_overridden_is_required_of_its_release() -> None:
+    ours = [one for one in RecipeTrainer.__mro__ if one.__module__.startswith("llama_stack_provider_trl.")]
+    overridden = {name for one in ours for name in vars(one) if hasattr(Trainer, name) and callable(vars(one)[name])}
+    assert {name for name in overridden if name[0] == "_" != name[1]} == set(OVERRIDDEN)
