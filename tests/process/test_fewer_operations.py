@@ -293,12 +293,17 @@ def test_a_second_backward_pass_computes_the_tiles_again(small_tiles: None) -> N
         ("dpo", {}, "cuda", f"in the backward pass: {trl_patches._OF_THEIR_OWN}"),
         ("sft", {"head_gradients": "backward"}, "cpu", "in the backward pass: head_gradients is 'backward'"),
         ("sft", {"padding_free": False}, "cuda", "in the backward pass: batches have padding"),
+        ("sft", {"dtype": "fp16"}, "cuda", "in the backward pass: dtype is 'fp16'"),
+        ("dpo", {"dtype": "fp16", "lora": LORA}, "cuda", "in the backward pass: dtype is 'fp16'"),
     ],
 )
 def test_a_jobs_record_says_when_the_gradients_of_its_head_are_computed(
     algorithm: str, changes: dict[str, Any], device: str, when: str, tmp_path: Path
 ) -> None:
-    assert trl_patches.gradients_of_head(job_spec(tmp_path, tmp_path, algorithm, **changes), device) == when
+    spec = job_spec(tmp_path, tmp_path, algorithm, **changes)
+    assert trl_patches.gradients_of_head(spec, device) == when
+    is_trls = when.startswith("in the backward pass")
+    assert trl_patches.has_fast_head(spec, device) == (not is_trls)
 
 
 def test_a_training_with_the_heads_gradients_in_either_pass_has_the_same_losses(tmp_path: Path) -> None:

@@ -15,14 +15,17 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Trainer
 from trl.models.activation_offloading import OffloadActivations
 
 from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes import session
 from llama_stack_provider_trl.recipes.trainer import later_metrics
+from llama_stack_provider_trl.recipes.trainer.base import RecipeTrainer
 from llama_stack_provider_trl.recipes.trainer.callbacks import Decision, JobCallback
 from llama_stack_provider_trl.recipes.trainer.later_metrics import DeviceClock, LaterMetrics, why_in_step
 from llama_stack_provider_trl.recipes.trainer.sft import SftRecipe
+from llama_stack_provider_trl.recipes.trainer.trl_patches import OVERRIDDEN
 from llama_stack_provider_trl.specs.averaging import AveragingSpec
 from llama_stack_provider_trl.specs.evaluations import EarlyStoppingTracker
 from llama_stack_provider_trl.specs.events import (
@@ -422,3 +425,12 @@ def test_metrics_are_read_in_their_step_where_activation_offloading_waits_in_eac
     assert why_in_step(offloading) == "enable_activation_offloading waits for the device in every micro step"
     assert not why_in_step(offloading.changed(activation_offloading=False))
     assert "synchronize()" in inspect.getsource(OffloadActivations.__exit__), "TRL waits no more: read them later"
+
+
+# --- What is overridden -----------------------------------------------------------------------------------------------
+
+
+def test_every_private_method_of_trainer_that_is_overridden_is_required_of_its_release() -> None:
+    ours = [one for one in RecipeTrainer.__mro__ if one.__module__.startswith("llama_stack_provider_trl.")]
+    overridden = {name for one in ours for name in vars(one) if hasattr(Trainer, name) and callable(vars(one)[name])}
+    assert {name for name in overridden if name[0] == "_" != name[1]} == set(OVERRIDDEN)

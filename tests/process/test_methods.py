@@ -219,6 +219,7 @@ def test_a_language_model_becomes_a_reward_model_that_prefers_chosen_answers(
     assert of_kind(events, Evaluated)[-1].metrics["eval_rewards/accuracies"] == 1.0
     effective = of_kind(events, Prepared)[0].effective
     assert effective["padding_free"] == "not used: a reward is read at the end of a row"
+    assert effective["head_gradients"] == "not used: the method has a head of its own"
     assert effective["memory"]["fits"]
     final = of_kind(events, CheckpointSaved)[-1]
     if lora:

@@ -30,21 +30,25 @@ RELEASES = {"trl": ((1, 16), (1, 17)), "transformers": ((5, 23), (6, 0))}
 of transformers 5.17 lack activation_checkpointing."""
 OVERRIDDEN = (
     "_clip_grad_norm",
+    "_finalize_training",
     "_get_dataloader",
     "_get_eval_sampler",
     "_get_grad_norm",
     "_get_num_items_in_batch",
     "_get_output_dir",
     "_get_train_sampler",
+    "_inner_training_loop",
     "_load_from_checkpoint",
     "_load_optimizer_and_scheduler",
     "_load_rng_state",
     "_load_scaler",
+    "_maybe_log_save_evaluate",
     "_prepare_for_training",
     "_save_checkpoint",
     "_save_optimizer_and_scheduler",
     "_save_rng_state",
     "_save_scaler",
+    "_set_signature_columns_if_needed",
 )
 """Methods of `transformers.Trainer` that `RecipeTrainer` and its subclasses override."""
 OVERRIDDEN_DPO = ("_compute_loss", "_prepare_dataset")
@@ -165,6 +169,10 @@ def _why_no_gradients(spec: JobSpec, kind: str) -> str:
         return "batches have padding"
     if spec.compute.head_gradients == "backward":
         return "head_gradients is 'backward'"
+    if kind == "cuda" and spec.compute.dtype == "fp16":
+        # A gradient of a logit is rounded before the scale of the loss multiplies it: small ones would be 0. And a
+        # loss scaler takes gradients that are no number for an overflow, and skips the step.
+        return "dtype is 'fp16'"
     if kind == "cuda" and computes_in_torch():
         return "Triton cannot compile here"
     return "" if weighs_tokens_alike(spec) or spec.lora else _OF_THEIR_OWN
