@@ -16,7 +16,7 @@ from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable, 
 from llama_stack_provider_trl.system.console import complain, show_json, show_lines, show_part
 
 from ..client import CHAT, ServiceClient
-from .refusals import error_with_the_name_meant, in_a_shell
+from .refusals import error_with_the_name_meant, in_a_shell, names_of_jobs
 
 _PROMPT = "> "
 _EMPTY = "[an answer without text: it is left out of the conversation, and so is its question]"
@@ -120,9 +120,7 @@ async def _ask(talks: list[Talk], text: str, options: Namespace) -> int:
                 if not as_json:
                     show_part(part)
             error = await task
-            if error is not None:
-                error = await error_with_the_name_meant(talk.client, options, error)
-            found = in_a_shell(str(error))
+            found = "" if error is None else await _sentence(talk, options, error)
             if as_json:
                 failed = {} if error is None else {"error": found}
                 show_json({"model": talk.model, "text": answer, "finish_reason": talk.reason, **failed}, flush=True)
@@ -138,6 +136,17 @@ async def _ask(talks: list[Talk], text: str, options: Namespace) -> int:
         for task in asking:
             task.cancel()
     return status
+
+
+async def _sentence(talk: Talk, options: Namespace, error: TrlError) -> str:
+    """An error in the words of a shell, with the model that was meant where the service knows one."""
+    text = in_a_shell(str(await error_with_the_name_meant(talk.client, options, error)))
+    job, slash, _ = talk.model.partition("/")
+    if slash and isinstance(error, ServiceRefusal) and error.status == 400 and repr(talk.model) in text:
+        with suppress(ServiceRefusal, ServiceUnreachable):
+            if job in await names_of_jobs(talk.client):
+                return f"{text.removesuffix('.')}; was job:{talk.model} meant?"
+    return text
 
 
 async def _collect(talk: Talk, text: str, parts: asyncio.Queue[str | None]) -> TrlError | None:

@@ -102,7 +102,7 @@ def _job_of(name: str) -> str:
     return name
 
 
-async def _jobs(client: ServiceClient) -> list[str]:
+async def names_of_jobs(client: ServiceClient) -> list[str]:
     found = await client.get("/v1/post-training/queue", limit=_MOST_NAMES, offset=0, sort="-created")
     return [one["job_uuid"] for one in found["data"]]
 
@@ -120,7 +120,7 @@ async def _tokens(client: ServiceClient) -> list[str]:
 
 
 _KNOWN = {
-    **dict.fromkeys(("job_uuid", "job_uuids", "model", "against"), _jobs),
+    **dict.fromkeys(("job_uuid", "job_uuids", "model", "against"), names_of_jobs),
     "dataset_id": _datasets,
     "node": _nodes,
     "name": _tokens,

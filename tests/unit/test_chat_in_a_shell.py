@@ -66,6 +66,17 @@ def test_a_model_that_does_not_exist_is_answered_with_the_one_that_was_meant(
     assert json.loads(capsys.readouterr().out)["error"] == expected
 
 
+@pytest.mark.parametrize(
+    ("model", "meant"), [("tuned/checkpoint-2", "; was job:tuned/checkpoint-2 meant?"), ("org/name", "")]
+)
+def test_a_checkpoint_that_is_named_without_job_is_the_one_that_was_meant(
+    capsys: pytest.CaptureFixture[str], model: str, meant: str
+) -> None:
+    missing = f"model {model!r}: its config.json cannot be read"
+    assert answered(Answering(error=ServiceRefusal(URL, 400, missing)), model) == 1
+    assert capsys.readouterr().err == f"trl-remote: {missing}{meant}\n"
+
+
 def test_a_training_that_has_the_device_is_named_with_the_command_that_shows_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
