@@ -126,7 +126,7 @@ async def _ask(talks: list[Talk], text: str, options: Namespace) -> int:
                 show_json({"model": talk.model, "text": answer, "finish_reason": talk.reason, **failed}, flush=True)
             elif error is None:
                 note = " [cut at the limit of tokens]" if talk.reason == "length" else ""
-                show_lines(note if answer.strip() else f"{note.lstrip()}{_EMPTY}", flush=True)
+                show_lines(note if answer.strip() else f"{note} {_EMPTY}".lstrip(), flush=True)
             elif answer:
                 show_lines("", flush=True)
             if error is not None:

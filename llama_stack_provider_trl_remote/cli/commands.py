@@ -166,7 +166,7 @@ async def add_dataset(client: ServiceClient, options: Namespace) -> int:
 async def list_datasets(client: ServiceClient, options: Namespace) -> int:
     found = (await client.get_all("/v1/datasets"))["data"]
     rows = [(d["identifier"], d.get("metadata", {}).get("num_rows", _NOT_READ), _source(d["source"])) for d in found]
-    emit(options, found, *table(("dataset", "rows", "source"), rows, cut=("source",)))
+    emit(options, found, *table(("dataset", "rows", "source"), rows))
     return 0
 
 

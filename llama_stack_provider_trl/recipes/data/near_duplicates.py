@@ -19,7 +19,7 @@ RESEMBLANCE = 0.8
 """Share of the sequences of two rows that both have, from which the later one nearly repeats the other."""
 LEAST = 10
 """Sequences that a compared row has at least, before a sample is taken: of fewer, one more or less decides."""
-_LEAST_SAMPLED = 2
+_LEAST_SAMPLED = 5
 MOST_ROWS = 100_000
 """Rows that are compared, from the first one on."""
 MOST_HASHES = 4 << 20

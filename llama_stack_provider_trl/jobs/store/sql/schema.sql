@@ -38,7 +38,7 @@ CREATE INDEX IF NOT EXISTS jobs_blocked ON jobs (state, age) WHERE blocked = 1;
 
 -- What a caller of the service requested, so that it can be requested again with changes. Trials have none of their own.
 CREATE TABLE IF NOT EXISTS kept_requests (
-    job_uuid TEXT PRIMARY KEY REFERENCES jobs (job_uuid),
+    job_uuid TEXT PRIMARY KEY REFERENCES jobs (job_uuid) ON DELETE CASCADE, -- builds without this table delete jobs, too
     call TEXT NOT NULL,                     -- the last part of its path, such as supervised-fine-tune
     body BLOB NOT NULL                      -- JSON, compressed by zlib: the fields that were set
 ) STRICT, WITHOUT ROWID;

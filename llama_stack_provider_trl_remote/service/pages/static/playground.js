@@ -114,7 +114,8 @@ async function ask(side, signal) {
   side.answer = "";
   side.ended = false;
   side.state.textContent = "";
-  side.before = { turns: side.turns, shown: side.pane.childElementCount };
+  // A turn that waits is shown already, and is hidden with its answer.
+  side.before = { turns: side.turns, shown: side.pane.childElementCount - (question === held ? 1 : 0) };
   if (question !== held) show(side, question.role, textOf(question));
   const node = show(side, "assistant", "");
   try {
@@ -170,6 +171,7 @@ function retry() {
     side.turns = side.before.turns;
     hideLastTurn(side);
   }
+  held = null; // hidden with the rest: it is shown again
   askBoth();
 }
 
