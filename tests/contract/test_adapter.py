@@ -55,8 +55,8 @@ def test_the_promised_payload_trains_on_two_ranks_and_its_result_loads(stack: Re
 
 def test_artifacts_and_status_are_the_services_own_under_both_prefixes(stack: RemoteStack, done: Json) -> None:
     for prefix in ("/v1", "/v1alpha"):
-        for call in ("status", "artifacts"):
-            there = stack.service.get(f"/post-training/jobs/promised/{call}").json()
+        for call, asked in (("status", "status?config=true"), ("artifacts", "artifacts")):
+            there = stack.service.get(f"/post-training/jobs/promised/{asked}").json()
             assert stack.get(f"/post-training/job/{call}", prefix=prefix, job_uuid="promised").json() == there
     assert stack.jobs() == ["promised"]
 

@@ -185,11 +185,12 @@ def test_the_parts_are_those_of_the_method(tmp_path: Path) -> None:
     assert lora.optimizer == 8 * traced.trainable
 
 
-def test_fp16_takes_what_bf16_takes(tmp_path: Path) -> None:
+def test_fp16_takes_what_bf16_takes_with_gradients_of_the_head_in_the_backward_pass(tmp_path: Path) -> None:
     model, batch = shaped(2), Batch(4, 64)
     for settings in ({}, {"lora": LORA}, {"ranks": 2, "sharding": ShardingSpec()}):
         fp16, bf16 = (
-            estimate(job_spec(tmp_path, model, dtype=dtype, **settings), batch, "cuda") for dtype in ("fp16", "bf16")
+            estimate(job_spec(tmp_path, model, dtype=dtype, **more, **settings), batch, "cuda")
+            for dtype, more in (("fp16", {}), ("bf16", {"head_gradients": "backward"}))
         )
         assert fp16 == bf16
 
