@@ -136,7 +136,9 @@ class BuiltTrainer:
     def _gradients_of_head(self) -> dict[str, str]:
         if not self.trainer.head_outputs:
             return {"head_gradients": "not used: the method has a head of its own"}
-        return {"head_gradients": gradients_of_head(self.trainer.spec, self.trainer.args.device.type)}
+        config = self.policy.model.config.get_text_config()
+        capped = getattr(config, "final_logit_softcapping", None) is not None
+        return {"head_gradients": gradients_of_head(self.trainer.spec, self.trainer.args.device.type, capped=capped)}
 
     def effective(self) -> dict[str, Any]:
         """What was decided beyond the spec, for the job's record."""

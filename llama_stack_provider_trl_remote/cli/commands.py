@@ -60,7 +60,7 @@ async def show_jobs(client: ServiceClient, options: Namespace) -> int:
     if options.sort is not None or options.reverse:
         sort = f"{'-' if options.reverse else ''}{options.sort or 'created'}"
         jobs = await sorted_jobs(client, sort, status)
-        emit(options, jobs, *table(JOB_COLUMNS, map(job_row, jobs), cut=("submitted",)))
+        emit(options, jobs, *table(JOB_COLUMNS, map(job_row, jobs)))
         return 0
     if options.json:
         show_json([job async for job in list_jobs(client, status)], indent=2)

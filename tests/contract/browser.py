@@ -32,6 +32,41 @@ _ACTIONS = {
     "mouse": ("down", "move"),
 }
 
+TORN = """() => {
+    const said = [];
+    const leaves = [...document.querySelectorAll("main *, header *, nav *")].filter((one) => one.checkVisibility()
+        && ![...one.children].length && one.textContent.trim() && !one.closest("svg, pre, textarea, select, .chart"));
+    const boxes = leaves.flatMap((one) => {
+        const range = document.createRange();
+        range.selectNodeContents(one);
+        return [...range.getClientRects()].map((box) => [one, box]);
+    }).filter(([, box]) => box.width > 1 && box.height > 1);
+    const name = (one) => one.outerHTML.slice(0, 120);
+    for (let up of leaves) {
+        const text = up;
+        for (; up && up !== document.body; up = up.parentElement) {
+            const style = getComputedStyle(up);
+            if (!["hidden", "clip"].includes(style.overflowX) || up.scrollWidth <= up.clientWidth + 1) continue;
+            if (up.clientWidth <= 1 || text.closest("[title]")) break;
+            said.push("cut: " + name(text));
+            break;
+        }
+    }
+    boxes.sort((a, b) => a[1].top - b[1].top);
+    boxes.forEach(([one, box], at) => {
+        for (let next = at + 1; next < boxes.length && boxes[next][1].top < box.bottom - 4; next++) {
+            const [other, second] = boxes[next];
+            const wide = Math.min(box.right, second.right) - Math.max(box.left, second.left);
+            const high = Math.min(box.bottom, second.bottom) - Math.max(box.top, second.top);
+            const apart = one === other || getComputedStyle(other).position === "sticky" || one.closest(".hidden");
+            const scrolled = [one, other].some((text) => text.closest("nav, header, [class*=scroll], table"));
+            if (wide > 3 && high > 4 && !apart && !scrolled) said.push(`over each other: ${name(one)} ${name(other)}`);
+        }
+    });
+    return [...new Set(said)];
+}"""
+"""A script: the texts of a page that are cut without a title that has them whole, or lie over each other."""
+
 
 @contextmanager
 def chromium() -> Iterator[Any]:

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from tests.contract import browser
-from tests.contract.browser import Window
+from tests.contract.browser import TORN, Window
 from tests.contract.payloads import PAIRS, QUESTIONS, promised, sft
 from tests.contract.service import running
 from tests.contract.stack import DPO, SFT, poll
+from tests.required import IN_FULL
+from tests.screenshots import laboratory, walk
 from tests.security.guarded import Guarded
 from tests.tiny import tiny_model
 
@@ -288,6 +290,15 @@ def test_pages_are_accessible_in_light_and_dark_and_a_phone_shows_them_without_s
         assert window.faults() == [], path
         window.page.emulate_media(color_scheme="dark")
         assert window.faults("color-contrast") == [], f"{path}, dark"
+        assert window.page.evaluate(TORN) == [], path
         window.page.set_viewport_size({"width": 390, "height": 800})
         # Charts follow the size of the window after a moment.
         poll(lambda: window.width() <= 390, f"{path} is as wide as the window", timeout=10)
+        assert window.page.evaluate(TORN) == [], f"{path}, 390 pixels wide"
+
+
+@IN_FULL
+@pytest.mark.timeout(1800)
+def test_every_page_at_both_sizes_in_both_schemes_with_jobs_of_every_kind(chromium: Any) -> None:
+    with laboratory() as (service, model):
+        assert walk(chromium, service, model) == []

@@ -301,9 +301,12 @@ def test_a_jobs_record_says_when_the_gradients_of_its_head_are_computed(
     algorithm: str, changes: dict[str, Any], device: str, when: str, tmp_path: Path
 ) -> None:
     spec = job_spec(tmp_path, tmp_path, algorithm, **changes)
-    assert trl_patches.gradients_of_head(spec, device) == when
+    assert trl_patches.gradients_of_head(spec, device, capped=False) == when
     is_trls = when.startswith("in the backward pass")
     assert trl_patches.has_fast_head(spec, device) == (not is_trls)
+    if not is_trls:
+        capped = [trl_patches.gradients_of_head(spec, kind, capped=True) for kind in ("cpu", "cuda")]
+        assert capped == ["in the backward pass: the logits are capped", when]
 
 
 def test_a_training_with_the_heads_gradients_in_either_pass_has_the_same_losses(tmp_path: Path) -> None:

@@ -263,6 +263,8 @@ class JobCallback(TrainerCallback):
         metrics["tokens_per_second"] = self._tokens_per_second(logs, computed_at)
         self.writer.write(
             Progress(
+                # When the step was computed: steps that are read later are not read at equal distances.
+                time=time.time() - (time.perf_counter() - computed_at),
                 step=state.global_step,
                 epoch=round(state.epoch or 0.0, 6),
                 metrics=metrics,

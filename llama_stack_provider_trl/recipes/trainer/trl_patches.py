@@ -157,9 +157,9 @@ def has_fast_head(spec: JobSpec, kind: str) -> bool:
     return not why or (kind != "cuda" and why == _OF_THEIR_OWN)
 
 
-def gradients_of_head(spec: JobSpec, kind: str) -> str:
-    """When the gradients of a job's head are computed, for its record."""
-    why = _why_no_gradients(spec, kind)
+def gradients_of_head(spec: JobSpec, kind: str, *, capped: bool) -> str:
+    """When the gradients of a job's head are computed, for its record. capped: the model bounds its logits."""
+    why = _why_no_gradients(spec, kind) or ("the logits are capped" if capped and kind != "cuda" else "")
     return f"in the backward pass: {why}" if why else "in the forward pass"
 
 

@@ -336,10 +336,10 @@ class DatasetRegistry:
         """Time of registration and name of each dataset whose name begins so, oldest first."""
         return [place for place in self._index.after(None) if place.name.startswith(prefix)]
 
-    def count(self, dataset_id: str, growth: Growth) -> int | None:
-        """The number of rows of a dataset that grows; None: there is none of this name and mark. Raises StoreError."""
+    def count(self, dataset_id: str, growth: Growth) -> int:
+        """The number of rows of a dataset that grows; 0, too, where none has this name and mark. Raises StoreError."""
         entry = self._read(dataset_id)
-        return None if entry is None or entry.grows != growth.mark else entry.num_rows
+        return 0 if entry is None or entry.grows != growth.mark else entry.num_rows
 
     def holds(self, dataset_id: str) -> bool:
         """Whether a name is registered. It takes no lock: its holder may wait for the caller's transaction to end.

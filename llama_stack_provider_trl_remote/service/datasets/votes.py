@@ -11,7 +11,6 @@ from llama_stack_provider_trl.specs.rows import PreferenceExample, parse_row
 from llama_stack_provider_trl.system.offload import in_work_thread
 
 from ..http.chat_bodies import VoteBody, refuse_unknown_keys
-from ..http.errors import NotFound
 from .registry import DatasetRegistry, Growth
 
 _GROWTH = Growth(mark="votes", most_rows=20_000, most_bytes=16 << 20)
@@ -38,11 +37,8 @@ class Votes:
         return await self._registry.add_row(body.dataset_id, row, _GROWTH, caller)
 
     async def count(self, dataset_id: str) -> int:
-        """The number of votes in a dataset. Raises NotFound: no vote was stored under this name."""
-        count = await asyncio.to_thread(self._registry.count, dataset_id, _GROWTH)
-        if count is None:
-            raise NotFound(f"dataset {dataset_id!r} has no votes: choose another name")
-        return count
+        """The number of votes in a dataset: none, too, where nobody has voted under this name."""
+        return await asyncio.to_thread(self._registry.count, dataset_id, _GROWTH)
 
 
 def row_of(body: VoteBody) -> dict[str, Any]:

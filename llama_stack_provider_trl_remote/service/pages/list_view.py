@@ -139,6 +139,11 @@ def short(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
+def count(number: int) -> str:
+    """A number of steps, for a narrow column: in thousands from 10,000 on."""
+    return f"{number / 1000:.0f}k" if number >= 10_000 else str(number)
+
+
 def spark(values: Sequence[float]) -> str:
     """The `points` of a polyline through some values; empty: they are fewer than two."""
     if len(values) < 2:

@@ -161,7 +161,7 @@ const GROUPS = [
   ["Memory", "System", (name) => name.includes("memory")],
 ];
 const EXACT = /^(learning_rate|num_tokens|epoch)$|memory/;
-const OF_SYSTEM = /seconds|_bytes|mbit|speedup|num_tokens|throughput/;
+const OF_SYSTEM = /seconds|_per_second|runtime|_bytes|mbit|speedup|num_tokens|throughput/;
 const OF_REWARDS = /reward|\bkl\b|completions\//;
 
 // Whether a metric is drawn smoothed beside its points: not one that is as exact as a schedule.
@@ -171,9 +171,9 @@ export function isNoisy(name) {
 
 // The section of a page that a metric without a group belongs to.
 function sectionOf(name) {
+  if (OF_SYSTEM.test(name)) return "System";
   if (name.startsWith("eval_")) return "Evaluation";
-  if (OF_REWARDS.test(name)) return "Preference and reward";
-  return OF_SYSTEM.test(name) ? "System" : "Training";
+  return OF_REWARDS.test(name) ? "Preference and reward" : "Training";
 }
 
 // Titles of charts, the names of their metrics and their sections; a metric that no group knows has a chart of its own.

@@ -293,7 +293,8 @@ async function count() {
     const answer = await fetch(`/playground/votes?${query}`);
     const found = answer.ok ? await answer.json() : null;
     if (number !== counting) return;
-    if (!found) shown.textContent = answer.status === 404 ? "It has no votes yet." : await sentenceOf(answer);
+    if (!found) shown.textContent = await sentenceOf(answer);
+    else if (!found.votes) shown.textContent = "It has no votes yet.";
     else {
       shown.textContent = `It has ${found.votes} ${found.votes === 1 ? "vote" : "votes"}.`;
       link.setAttribute("href", found.train);
