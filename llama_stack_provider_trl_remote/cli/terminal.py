@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from llama_stack_provider_trl.specs.memory import PARTS
+from llama_stack_provider_trl.specs.methods import METHODS
 from llama_stack_provider_trl.specs.state_words import state_word
 from llama_stack_provider_trl.system.console import lines_of, show_json, show_lines, shown
 
@@ -179,9 +180,11 @@ def _next_commands(status: dict[str, Any], config: Mapping[str, Any]) -> list[st
         return [f"jobs watch {job}", *([f"jobs logs {job}"] if state == "in_progress" else []), f"jobs cancel {job}"]
     if status["status"] == "failed":
         return [f"jobs logs {job}"]
-    trains = not config.get("work")
-    pull = [f"jobs pull {job} DIR"] if status["checkpoints"] else []
-    return [*pull, *([f"plot {job} -o {job}.png"] if trains and status["checkpoints"] else [])]
+    if not status["checkpoints"]:
+        return []
+    method = METHODS.get(config.get("algorithm", ""))
+    answers = not config.get("work") and method is not None and not method.trains_reward
+    return [*([f"chat {job}"] if answers else []), f"jobs pull {job} DIR"]
 
 
 def _flat(values: Mapping[str, Any], above: str = "") -> Iterable[tuple[str, Any]]:

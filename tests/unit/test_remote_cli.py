@@ -403,14 +403,25 @@ def test_a_job_is_shown_as_facts_that_fit_into_a_terminal(
         (
             "completed",
             {"effective_config": {"work": {"kind": "evaluate"}}, "result": {"loss": 2.5, "checks": {"exact": 0.5}}},
-            ["result  loss 2.5", "        checks.exact 0.5", "method  evaluate"],
+            [
+                "result  loss 2.5",
+                "        checks.exact 0.5",
+                "method  evaluate",
+                "next    trl-remote jobs pull job DIR",
+            ],
+        ),
+        (
+            "completed",
+            {"effective_config": {"algorithm": "sft"}},
+            ["method  sft, all weights", "next    trl-remote chat job", "        trl-remote jobs pull job DIR"],
         ),
     ],
 )
 def test_a_job_is_shown_with_what_its_state_leads_to(
     run: Run, service: FakeService, word: str, resources: dict[str, object], lines: list[str]
 ) -> None:
-    service.jobs["job"] = [status("job", word, **resources)]
+    service.jobs["job"] = [found := status("job", word, **resources)]
+    found["checkpoints"] = [{"identifier": "job-final", "path": "/there"}] if word == "completed" else []
     shown = [
         re.sub(r"^(\w*) +", lambda found: f"{found[1]:<8}", line) for line in run("jobs", "show", "job")[1].splitlines()
     ]
