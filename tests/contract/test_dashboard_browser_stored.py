@@ -588,7 +588,7 @@ def test_a_click_before_the_scripts_of_a_page_are_read_loses_nothing(window: Win
         page.goto(service.url + path, wait_until="commit")
         if path == "/new":
             frame.locator("#job").fill("typed")
-            frame.locator("text=Full fine-tuning").click()
+            frame.locator("[data-preset]:has-text('Full fine-tuning')").click()
             page.wait_for_function("document.getElementById('tuning').value === 'full'")
             assert frame.input_value("#job") == "typed"
         elif path == "/playground":
@@ -638,7 +638,7 @@ def test_a_search_in_a_large_dataset_reads_a_part_and_looks_further(window: Wind
     page.press("main [name=search]", "Enter")
     page.click("text=look further", trial=True)
     text = page.inner_text("main")
-    assert "0 rows have “NEEDLE” among the first 8 (8 MiB of 9 MiB)" in text
+    assert "0 rows have “NEEDLE” among the first 8 (8.0 MiB of 9.0 MiB)" in text
     assert "There is none so far." in text
     page.click("text=look further")
     page.wait_for_selector("article[aria-label='Row 9']:has-text('a needle')")
