@@ -115,6 +115,10 @@ def status_lines(
         ("job", job),
         ("state", f"{state}{f', attempt {found["attempt"]}' if found.get('attempt') else ''}{where}"),
         ("reason", f"{error['reason']}: {error['message']}" if error else reason),
+        *(
+            ("after", f"{one['job_uuid']} ({state_word(one['state'] or 'deleted')})")
+            for one in found.get("after") or ()
+        ),
         ("log", found.get("log_path") or ""),
         ("progress", drawn + "  ".join(parts.values())),
         *((one["kind"], f"step {one['step']}: {', '.join(measures_of(one['metrics']))}") for one in points),
@@ -180,6 +184,8 @@ def _next_commands(status: dict[str, Any], config: Mapping[str, Any]) -> list[st
         return [f"jobs watch {job}", *([f"jobs logs {job}"] if state == "in_progress" else []), f"jobs cancel {job}"]
     if status["status"] == "failed":
         return [f"jobs logs {job}"]
+    if best := ((status.get("resources_allocated") or {}).get("search") or {}).get("best"):
+        return [f"jobs show {shlex.quote(best['job_uuid'])}"]
     if not status["checkpoints"]:
         return []
     method = METHODS.get(config.get("algorithm", ""))
@@ -212,7 +218,8 @@ def measures_of(result: Mapping[str, Any], above: str = "") -> list[str]:
         if isinstance(value, dict):
             found += measures_of(value, f"{above}{name}.")
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            found.append(f"{above}{name} {value:.6g}" if isinstance(value, float) else f"{above}{name} {value}")
+            number = f"{value:.6g}" if isinstance(value, float) else str(value)
+            found.append(f"{above}{name} {gib(value) if name.endswith('memory_bytes') else number}")
     return found
 
 
@@ -359,5 +366,5 @@ def evaluation_lines(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def gib(size: int) -> str:
+def gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB"

@@ -341,7 +341,8 @@ job         dpo-1
 state       running, attempt 2 on cuda:0
 log         /runs/dpo-1/rank-0.log
 progress    [########                ]  34% step 12/35  1:05 left
-train       step 12: loss 2.31, rewards/margins 0.125
+train       step 12: loss 2.31, rewards/margins 0.125, peak_memory_bytes 3.00
+            GiB
 validation  step 12: eval_loss 2.5
 warning     the loss has not fallen in 100 steps: try a higher learning rate, or
             look at the rows in trl-remote datasets preview
@@ -378,7 +379,10 @@ def test_a_job_is_shown_as_facts_that_fit_into_a_terminal(
     found = status("dpo-1", "in_progress", progress=progressed, **resources)
     found["checkpoints"] = [{"identifier": "dpo-1-checkpoint-5", "path": path, "training_metrics": losses}]
     service.jobs["dpo-1"] = [found]
-    measured = {"train": {"loss": 2.31, "rewards/margins": 0.125}, "validation": {"eval_loss": 2.5}}
+    measured = {
+        "train": {"loss": 2.31, "rewards/margins": 0.125, "peak_memory_bytes": 3.0 * 2**30},
+        "validation": {"eval_loss": 2.5},
+    }
     service.points = [{"kind": kind, "step": 12, "metrics": metrics} for kind, metrics in measured.items()]
     monkeypatch.setenv("COLUMNS", "80")
     with monkeypatch.context() as terminal:
@@ -398,7 +402,11 @@ def test_a_job_is_shown_as_facts_that_fit_into_a_terminal(
             {"error": {"reason": "out_of_memory", "message": "found 9 GiB\ntry LoRA"}},
             ["reason  out_of_memory: found 9 GiB", "        try LoRA", "next    trl-remote jobs logs job"],
         ),
-        ("scheduled", {"detail": "waits for cpu"}, ["reason  waits for cpu", "next    trl-remote jobs watch job"]),
+        (
+            "scheduled",
+            {"detail": "waits for cpu", "after": [{"job_uuid": "base", "state": "in_progress"}]},
+            ["reason  waits for cpu", "after   base (running)", "next    trl-remote jobs watch job"],
+        ),
         ("scheduled", {"state": "paused"}, ["state   paused", "next    trl-remote resume job"]),
         (
             "completed",
@@ -409,6 +417,11 @@ def test_a_job_is_shown_as_facts_that_fit_into_a_terminal(
                 "method  evaluate",
                 "next    trl-remote jobs pull job DIR",
             ],
+        ),
+        (
+            "completed",
+            {"search": {"best": {"job_uuid": "job-3", "value": 0.5, "values": {"lr": 1}}, "objective": "eval_loss"}},
+            ["best    job-3: eval_loss 0.5 with lr=1", "next    trl-remote jobs show job-3"],
         ),
         (
             "completed",
