@@ -29,7 +29,18 @@ from .answers import answers, samples
 from .chat import chat
 from .preview import preview
 from .register import register
-from .terminal import JOB_COLUMNS, audit_line, emit, job_line, job_row, preflight_lines, progress_line, table, token_row
+from .terminal import (
+    JOB_COLUMNS,
+    audit_line,
+    emit,
+    job_line,
+    job_row,
+    preflight_lines,
+    progress_line,
+    status_lines,
+    table,
+    token_row,
+)
 from .waiting import waiting
 from .watch import exit_status, follow_log, watch, watch_changes
 
@@ -71,7 +82,13 @@ async def show_jobs(client: ServiceClient, options: Namespace) -> int:
 
 
 async def show(client: ServiceClient, options: Namespace) -> int:
-    show_json(await client.status(options.job_uuid, options.config), indent=2)
+    if options.json:
+        show_json(await client.status(options.job_uuid, options.config), indent=2)
+        return 0
+    status = await client.status(options.job_uuid)
+    step = ((status.get("resources_allocated") or {}).get("progress") or {}).get("step")
+    points = (await client.get(job_path(options.job_uuid, "/metrics"), after=step - 1))["data"] if step else ()
+    show_lines(*status_lines(status, points, config=options.config))
     return 0
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
+import textwrap
 from argparse import Namespace
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from llama_stack_provider_trl.specs.memory import PARTS
+from llama_stack_provider_trl.specs.methods import METHODS
 from llama_stack_provider_trl.specs.state_words import state_word
-from llama_stack_provider_trl.system.console import show_json, show_lines, shown
+from llama_stack_provider_trl.system.console import lines_of, show_json, show_lines, shown
 
 _BAR, _SHORTEST_BAR = 24, 5
 _NARROWEST = 8
@@ -29,7 +32,7 @@ def job_line(job: dict[str, Any]) -> str:
     """One line of `jobs list`."""
     state = job.get("state") or job.get("status") or "?"
     steps = f"{job.get('step') or 0}/{job.get('total_steps') or '?'}"
-    created = str(job.get("scheduled_at") or "")[:19].replace("T", " ")
+    created = moment(job.get("scheduled_at"))
     waits = f"  {job['detail']}" if state == "scheduled" and job.get("detail") else ""
     return f"{created:<19}  {state_word(state):<11}  {steps:>11}  {job['job_uuid']}{waits}"
 
@@ -44,7 +47,7 @@ def job_row(job: dict[str, Any]) -> tuple[str, ...]:
         *(job["job_uuid"], state_word(job["state"]), job.get("algorithm") or ""),
         *((job.get("model") or "").rstrip("/").rpartition("/")[2], *losses),
         f"{job.get('step') or 0}/{job.get('total_steps') or '?'}",
-        *(str(job.get("scheduled_at") or "")[:19].replace("T", " "), job.get("created_by") or ""),
+        *(moment(job.get("scheduled_at")), job.get("created_by") or ""),
     )
 
 
@@ -88,6 +91,143 @@ def _progress(status: dict[str, Any]) -> dict[str, str]:
     return parts
 
 
+def status_lines(
+    status: dict[str, Any], points: Sequence[dict[str, Any]] = (), columns: int | None = None, *, config: bool = False
+) -> list[str]:
+    """A job as `jobs show` prints it: names with their values.
+
+    Args:
+        status: with its effective configuration.
+        points: metric points, the last ones.
+        columns: of the terminal, into which long values are wrapped; None: those of standard output, if that is one.
+        config: the effective configuration is shown, too.
+    """
+    job, found = status["job_uuid"], status.get("resources_allocated") or {}
+    progress, effective, error = (found.get(name) or {} for name in ("progress", "effective_config", "error"))
+    parts = _progress(status)
+    state, reason = parts.pop("state"), parts.pop("detail", "")
+    if points:  # they have both
+        parts.pop("loss", "")
+        parts.pop("speed", "")
+    where = f" on {found['device']}" if found.get("device") else ""
+    drawn = bar(progress.get("percent")) if progress.get("total_steps") else ""
+    facts = [
+        ("job", job),
+        ("state", f"{state}{f', attempt {found["attempt"]}' if found.get('attempt') else ''}{where}"),
+        ("reason", f"{error['reason']}: {error['message']}" if error else reason),
+        *(
+            ("after", f"{one['job_uuid']} ({state_word(one['state'] or 'deleted')})")
+            for one in found.get("after") or ()
+        ),
+        ("log", found.get("log_path") or ""),
+        ("progress", drawn + "  ".join(parts.values())),
+        *((one["kind"], f"step {one['step']}: {', '.join(measures_of(one['metrics']))}") for one in points),
+        *(("result", measure) for measure in measures_of(found.get("result") or {})),
+        ("best", best_of(found.get("search") or {})),
+        *(("warning", warning) for warning in found.get("warnings") or ()),
+        ("method", _method_of(effective)),
+        ("model", effective.get("model") or ""),
+        ("data", _data_of(effective)),
+        ("submitted", f"{moment(status.get('scheduled_at'))}{f' by {by}' if (by := found.get('created_by')) else ''}"),
+        ("started", moment(status.get("started_at"))),
+        ("ended", moment(status.get("completed_at"))),
+        *(("checkpoint", _checkpoint_of(one)) for one in status["checkpoints"]),
+        *(("config", f"{name} = {value}") for name, value in (_flat(effective) if config else ())),
+        *(("next", f"trl-remote {command}") for command in _next_commands(status, effective)),
+    ]
+    return _beside_names([fact for fact in facts if fact[1]], columns or _columns())
+
+
+def _beside_names(facts: Sequence[tuple[str, str]], columns: int | None) -> list[str]:
+    """Names with their values beside them; the name of several values stands beside the first."""
+    width, found, last = max(len(name) for name, _ in facts), list[str](), ""
+    for name, value in facts:
+        for line in map(shown, lines_of(value)):
+            room = max(_NARROWEST, columns - width - 2) if columns else sys.maxsize
+            for part in textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False):
+                found.append(f"{name if name != last else '':<{width}}  {part}")
+                last = name
+    return found
+
+
+def _method_of(config: Mapping[str, Any]) -> str:
+    work, adapter = config.get("work") or {}, config.get("lora") or {}
+    if work:
+        return str(work["kind"])
+    kind = f", {adapter['method']} of rank {adapter['rank']}" if adapter else ", all weights" if config else ""
+    return f"{config.get('algorithm', '')}{kind}{', a search' if config.get('search') else ''}"
+
+
+def _data_of(config: Mapping[str, Any]) -> str:
+    """The datasets of a job."""
+    names = [one["dataset"]["dataset_id"] for one in (config, *config.get("mixed_with", ())) if one.get("dataset")]
+    validation = (config.get("validation") or {}).get("dataset_id")
+    return f"{', '.join(names)}{f'; evaluated on {validation}' if validation else ''}"
+
+
+def _checkpoint_of(checkpoint: dict[str, Any]) -> str:
+    metrics = checkpoint.get("training_metrics") or {}
+    losses = [
+        f"{text} {metrics[name]:.6g}"
+        for name, text in (("train_loss", "loss"), ("validation_loss", "eval loss"))
+        if metrics.get(name) is not None
+    ]
+    return f"{checkpoint['identifier']}{f' ({", ".join(losses)})' if losses else ''}: {checkpoint['path']}"
+
+
+def _next_commands(status: dict[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """What the state of a job leads to."""
+    job, state = shlex.quote(status["job_uuid"]), (status.get("resources_allocated") or {}).get("state")
+    if state == "paused":
+        return [f"resume {job}", f"jobs cancel {job}"]
+    if status["status"] in ("scheduled", "in_progress"):
+        return [f"jobs watch {job}", *([f"jobs logs {job}"] if state == "in_progress" else []), f"jobs cancel {job}"]
+    if status["status"] == "failed":
+        return [f"jobs logs {job}"]
+    if best := ((status.get("resources_allocated") or {}).get("search") or {}).get("best"):
+        return [f"jobs show {shlex.quote(best['job_uuid'])}"]
+    if not status["checkpoints"]:
+        return []
+    method = METHODS.get(config.get("algorithm", ""))
+    answers = not config.get("work") and method is not None and not method.trains_reward
+    return [*([f"chat {job}"] if answers else []), f"jobs pull {job} DIR"]
+
+
+def _flat(values: Mapping[str, Any], above: str = "") -> Iterable[tuple[str, Any]]:
+    """The values of a configuration, each by its dotted name."""
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
+
+
+def best_of(search: dict[str, Any]) -> str:
+    """The best trial of a search, with its values; empty: there is none."""
+    best = search.get("best")
+    if not best:
+        return ""
+    values = ", ".join(f"{path}={value}" for path, value in best["values"].items())
+    return f"{best['job_uuid']}: {search['objective']} {best['value']:.6g} with {values}"
+
+
+def measures_of(result: Mapping[str, Any], above: str = "") -> list[str]:
+    """The numbers of a result, each with its dotted name."""
+    found: list[str] = []
+    for name, value in result.items():
+        if isinstance(value, dict):
+            found += measures_of(value, f"{above}{name}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            number = f"{value:.6g}" if isinstance(value, float) else str(value)
+            found.append(f"{above}{name} {gib(value) if name.endswith('memory_bytes') else number}")
+    return found
+
+
+def moment(time: str | None) -> str:
+    """A time of the service, in UTC, to the second; empty: there is none."""
+    return str(time or "")[:19].replace("T", " ")
+
+
 def bar(percent: float | None, width: int = _BAR) -> str:
     """A progress bar, `[######            ]`; empty while nothing is known, or where it would be too short to read."""
     if percent is None or width < _SHORTEST_BAR:
@@ -115,8 +255,7 @@ def table(
     """
     lines = [[shown(str(cell)) for cell in row] for row in (head, *rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    if columns is None and sys.stdout.isatty():
-        columns = shutil.get_terminal_size().columns
+    columns = columns or _columns()
     if columns is not None:
         least = [
             min(width, max(_NARROWEST, len(name))) if name in cut else width
@@ -124,6 +263,11 @@ def table(
         ]
         widths = _narrowed(widths, least, columns)
     return ["  ".join(f"{_cut(c, w):<{w}}" for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+
+
+def _columns() -> int | None:
+    """Of standard output; None: it is no terminal."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def _narrowed(widths: list[int], least: list[int], columns: int) -> list[int]:
@@ -222,5 +366,5 @@ def evaluation_lines(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def gib(size: int) -> str:
+def gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB"

@@ -13,7 +13,7 @@ from llama_stack_provider_trl.system.console import complain, indented, redraw, 
 
 from ..client import ServiceClient, job_path
 from ..follow import ENDED, changes, status_again, statuses
-from .terminal import progress_line, progress_within
+from .terminal import best_of, measures_of, progress_line, progress_within
 
 EXIT_STATUS = {"completed": 0, "failed": 1, "cancelled": 2}
 _WINDOW = 2000
@@ -212,8 +212,11 @@ class _Display:
 def _ending(status: dict[str, Any]) -> list[str]:
     """How a job ended, what it has measured, and its checkpoints."""
     resources = status.get("resources_allocated") or {}
-    measures = _measures(resources.get("result") or {})
-    lines = [progress_line(status), *_best(resources.get("search") or {}), *measures[:_MEASURES]]
+    measures = measures_of(resources.get("result") or {})
+    lines = [progress_line(status)]
+    if best := best_of(resources.get("search") or {}):
+        lines.append(f"best {best}")
+    lines += measures[:_MEASURES]
     if len(measures) > _MEASURES:
         lines.append(f"{len(measures) - _MEASURES} more: trl-remote jobs show {status['job_uuid']}")
     error = resources.get("error")
@@ -222,23 +225,3 @@ def _ending(status: dict[str, Any]) -> list[str]:
         if error.get("log_path"):
             lines.append(f"log: {error['log_path']}")
     return lines + [f"checkpoint {found['identifier']}: {found['path']}" for found in status["checkpoints"]]
-
-
-def _best(search: dict[str, Any]) -> list[str]:
-    """The best trial of a search, with its values."""
-    best = search.get("best")
-    if not best:
-        return []
-    values = ", ".join(f"{path}={value}" for path, value in best["values"].items())
-    return [f"best {best['job_uuid']}: {search['objective']} {best['value']:.6g} with {values}"]
-
-
-def _measures(result: dict[str, Any], above: str = "") -> list[str]:
-    """The numbers of a result, each on a line."""
-    found: list[str] = []
-    for name, value in result.items():
-        if isinstance(value, dict):
-            found += _measures(value, f"{above}{name}.")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            found.append(f"{above}{name} {value:.6g}" if isinstance(value, float) else f"{above}{name} {value}")
-    return found

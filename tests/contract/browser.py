@@ -15,6 +15,10 @@ from tests.security.guarded import TOKENS
 CHROMIUM = os.environ.get("TRL_CHROMIUM") or shutil.which("chromium-headless-shell") or shutil.which("chromium")
 """The headless shell is the same engine without menus and extensions: a window takes a fifth of the CPU time."""
 
+SLOW = float(os.environ.get("TRL_BROWSER_SLOW") or 1)
+"""How many times slower than this machine pages run, with 50 ms for each such time before an answer: what a test reads
+before a script has drawn it is not there then."""
+
 _REPORT_VIOLATIONS = """
 document.addEventListener("securitypolicyviolation",
     (event) => console.error("CSP", event.violatedDirective, event.blockedURI, event.sourceFile));
@@ -27,7 +31,10 @@ _ARGUMENTS = (
 )
 _SERIOUS = ("serious", "critical")
 _ACTIONS = {
-    "page": ("click", "check", "fill", "focus", "press", "select_option", "set_input_files"),
+    "page": (
+        *("click", "check", "fill", "focus", "press", "select_option", "set_input_files"),
+        *("eval_on_selector_all", "evaluate", "inner_text", "input_value", "is_checked", "locator", "text_content"),
+    ),
     "keyboard": ("press", "type"),
     "mouse": ("down", "move"),
 }
@@ -120,6 +127,12 @@ class Window:
         # Not by a route, which would keep the browser from caching: each page would load and compile plotly again.
         self.context.on("request", self._count)
         self.page = self.context.new_page()
+        if SLOW > 1:
+            devtools = self.context.new_cdp_session(self.page)
+            devtools.send("Emulation.setCPUThrottlingRate", {"rate": SLOW})
+            latency = {"latency": 50 * SLOW, "downloadThroughput": -1, "uploadThroughput": -1}
+            devtools.send("Network.enable")
+            devtools.send("Network.emulateNetworkConditions", {"offline": False, **latency})
         self.page.add_init_script(_REPORT_VIOLATIONS)
         self.page.on("console", self._note)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
@@ -131,7 +144,8 @@ class Window:
 
     def _when_loaded(self, action: Callable[..., Any]) -> Callable[..., Any]:
         """What a person would do on a page that is there. Playwright clicks as soon as an element has been parsed,
-        before the scripts of the page have been read: then a link leads away that a script would have answered."""
+        before the scripts of the page have been read: then a link leads away that a script would have answered. It
+        reads a page of which a part has been parsed."""
 
         def act(*args: Any, **options: Any) -> Any:
             self.page.wait_for_load_state("load")

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -574,6 +576,75 @@ def test_a_job_is_cloned_by_one_click_with_its_whole_request(window: Window, ser
     assert window.page.locator("a:has-text('Edit and retry')").count() == 1
     window.open("/new?from=ended")
     assert "its request is not kept" in window.page.inner_text("#answer [role=alert]")
+
+
+def test_a_click_before_the_scripts_of_a_page_are_read_loses_nothing(window: Window, service: Guarded) -> None:
+    add_paused(service, "clicked-soon")
+    window.login("submit")
+    page, frame, questions = window.page, window.page.main_frame, list[str]()
+    page.on("dialog", lambda dialog: questions.append(dialog.message))
+    page.route(re.compile(r"/static/(?!early)[\w.]+\.js"), lambda _: None)  # never answered
+    for path in ("/new", "/playground", "/jobs/clicked-soon"):
+        page.goto(service.url + path, wait_until="commit")
+        if path == "/new":
+            frame.locator("#job").fill("typed")
+            frame.locator("[data-preset]:has-text('Full fine-tuning')").click()
+            page.wait_for_function("document.getElementById('tuning').value === 'full'")
+            assert frame.input_value("#job") == "typed"
+        elif path == "/playground":
+            assert frame.is_disabled("#send"), "it would leave the page, and what was typed"
+            assert frame.is_disabled("#next")
+        else:
+            frame.locator("button:has-text('Cancel')").click()
+            page.wait_for_selector("#status .state.cancelled")
+    assert questions == ["Cancel this job? Its checkpoints stay."]
+
+
+def test_an_answer_that_comes_late_takes_nothing_back_that_is_shown_since(window: Window) -> None:
+    window.login("submit")
+    script = """async () => {
+        const { Parts } = await import("/static/parts.js");
+        const { Charts } = await import("/static/charts.js");
+        const answers = [];
+        const later = () => new Promise((answer) => answers.push(answer));
+        window.fetch = later;
+        const parts = new Parts(["live"]);
+        const asked = [parts.fetch(), parts.fetch()];
+        for (const [number, text] of [[1, "new"], [0, "old"]]) {
+            answers[number](new Response(`<p id="live">${text}</p>`));
+            await asked[number];
+        }
+        const chart = { group: { names: [] }, zoomed: null, range: null };
+        const zoom = (change) => Charts.prototype.zoom.call({ closer: later, changed: () => {} }, chart, change);
+        const enlarged = zoom({ "xaxis.range[0]": 1, "xaxis.range[1]": 2 });
+        await zoom({ "xaxis.autorange": true });
+        answers[2]({});
+        await enlarged;
+        return [document.getElementById("live").textContent, chart.zoomed];
+    }"""
+    assert window.page.evaluate(script) == ["new", None]
+
+
+def test_a_search_in_a_large_dataset_reads_a_part_and_looks_further(window: Window, tmp_path: Path) -> None:
+    file, texts = tmp_path / "wide.jsonl", ["x" * (1 << 20)] * 9 + ["a needle"]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    page = window.page
+    window.login("submit")
+    window.open("/data")
+    page.wait_for_selector("#upload")  # its script has been read, and shows it
+    page.set_input_files("#upload input", str(file))
+    page.click("#uploads >> text=wide: 10 rows >> a")
+    page.fill("main [name=search]", "NEEDLE")
+    page.press("main [name=search]", "Enter")
+    page.click("text=look further", trial=True)
+    text = page.inner_text("main")
+    assert "0 rows have “NEEDLE” among the first 8 (8.0 MiB of 9.0 MiB)" in text
+    assert "There is none so far." in text
+    page.click("text=look further")
+    page.wait_for_selector("article[aria-label='Row 9']:has-text('a needle')")
+    assert "1 row has “NEEDLE”" in page.inner_text("main")
+    assert page.locator("text=look further").count() == 0
+    assert window.faults() == []
 
 
 def test_a_problem_of_a_form_is_gone_when_its_field_is_changed(window: Window) -> None:

@@ -336,6 +336,111 @@ def test_jobs_are_listed_by_a_column_as_a_table(run: Run, service: FakeService) 
     assert run("jobs", "list", "--reverse", "--status", "waiting", "--json")[1] == output
 
 
+SHOWN = """\
+job         dpo-1
+state       running, attempt 2 on cuda:0
+log         /runs/dpo-1/rank-0.log
+progress    [########                ]  34% step 12/35  1:05 left
+train       step 12: loss 2.31, rewards/margins 0.125, peak_memory_bytes 3.00
+            GiB
+validation  step 12: eval_loss 2.5
+warning     the loss has not fallen in 100 steps: try a higher learning rate, or
+            look at the rows in trl-remote datasets preview
+method      dpo, lora of rank 16
+model       org/a-model-whose-name-is-longer-than-what-a-terminal-has-beside-the-names
+data        pairs, more; evaluated on held-out
+submitted   2026-11-21 10:00:00 by ada
+checkpoint  dpo-1-checkpoint-5 (loss 2.1, eval loss 2.6):
+            /a/directory/that/stays/whole/however/long/it/is/so/that/it/can/be/copied/5
+next        trl-remote jobs watch dpo-1
+            trl-remote jobs logs dpo-1
+            trl-remote jobs cancel dpo-1
+"""
+
+
+def test_a_job_is_shown_as_facts_that_fit_into_a_terminal(
+    run: Run, service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    progressed = progress(12, 35, loss=2.3104, tokens_per_second=1870.4, eta_seconds=65.2)
+    path = "/a/directory/that/stays/whole/however/long/it/is/so/that/it/can/be/copied/5"
+    losses = {"train_loss": 2.1, "validation_loss": 2.6, "perplexity": None}
+    config = {
+        "algorithm": "dpo",
+        "lora": {"method": "lora", "rank": 16},
+        "model": "org/a-model-whose-name-is-longer-than-what-a-terminal-has-beside-the-names",
+        "dataset": {"dataset_id": "pairs"},
+        "mixed_with": [{"dataset": {"dataset_id": "more"}}],
+        "validation": {"dataset_id": "held-out"},
+        "optimizer": {"lr": 0.001},
+    }
+    warning = "the loss has not fallen in 100 steps: try a higher learning rate, or look at the rows in trl-remote"
+    resources = {"attempt": 2, "device": "cuda:0", "created_by": "ada", "log_path": "/runs/dpo-1/rank-0.log"}
+    resources |= {"warnings": [f"{warning} datasets preview"], "effective_config": config}
+    found = status("dpo-1", "in_progress", progress=progressed, **resources)
+    found["checkpoints"] = [{"identifier": "dpo-1-checkpoint-5", "path": path, "training_metrics": losses}]
+    service.jobs["dpo-1"] = [found]
+    measured = {
+        "train": {"loss": 2.31, "rewards/margins": 0.125, "peak_memory_bytes": 3.0 * 2**30},
+        "validation": {"eval_loss": 2.5},
+    }
+    service.points = [{"kind": kind, "step": 12, "metrics": metrics} for kind, metrics in measured.items()]
+    monkeypatch.setenv("COLUMNS", "80")
+    with monkeypatch.context() as terminal:
+        terminal.setattr(sys.stdout, "isatty", lambda: True)
+        assert run("jobs", "show", "dpo-1") == (0, SHOWN, "")
+    lines = run("jobs", "show", "dpo-1", "--config")[1].splitlines()
+    assert f"warning     {warning} datasets preview" in lines, "what is no terminal has no width"
+    assert "            optimizer.lr = 0.001" in lines
+    assert json.loads(run("jobs", "show", "dpo-1", "--json")[1]) == found
+
+
+@pytest.mark.parametrize(
+    ("word", "resources", "lines"),
+    [
+        (
+            "failed",
+            {"error": {"reason": "out_of_memory", "message": "found 9 GiB\ntry LoRA"}},
+            ["reason  out_of_memory: found 9 GiB", "        try LoRA", "next    trl-remote jobs logs job"],
+        ),
+        (
+            "scheduled",
+            {"detail": "waits for cpu", "after": [{"job_uuid": "base", "state": "in_progress"}]},
+            ["reason  waits for cpu", "after   base (running)", "next    trl-remote jobs watch job"],
+        ),
+        ("scheduled", {"state": "paused"}, ["state   paused", "next    trl-remote resume job"]),
+        (
+            "completed",
+            {"effective_config": {"work": {"kind": "evaluate"}}, "result": {"loss": 2.5, "checks": {"exact": 0.5}}},
+            [
+                "result  loss 2.5",
+                "        checks.exact 0.5",
+                "method  evaluate",
+                "next    trl-remote jobs pull job DIR",
+            ],
+        ),
+        (
+            "completed",
+            {"search": {"best": {"job_uuid": "job-3", "value": 0.5, "values": {"lr": 1}}, "objective": "eval_loss"}},
+            ["best    job-3: eval_loss 0.5 with lr=1", "next    trl-remote jobs show job-3"],
+        ),
+        (
+            "completed",
+            {"effective_config": {"algorithm": "sft"}},
+            ["method  sft, all weights", "next    trl-remote chat job", "        trl-remote jobs pull job DIR"],
+        ),
+    ],
+)
+def test_a_job_is_shown_with_what_its_state_leads_to(
+    run: Run, service: FakeService, word: str, resources: dict[str, object], lines: list[str]
+) -> None:
+    service.jobs["job"] = [found := status("job", word, **resources)]
+    found["checkpoints"] = [{"identifier": "job-final", "path": "/there"}] if word == "completed" else []
+    shown = [
+        re.sub(r"^(\w*) +", lambda found: f"{found[1]:<8}", line) for line in run("jobs", "show", "job")[1].splitlines()
+    ]
+    assert [line for line in shown if line in lines] == lines
+
+
 JSON_COMMANDS = {
     "jobs submit FILE": {"job_uuid": "one"},
     "jobs list": [{"job_uuid": "job", "status": "completed", "scheduled_at": "2026-11-21T10:00:00Z"}],

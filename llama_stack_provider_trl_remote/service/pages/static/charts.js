@@ -125,7 +125,7 @@ export class Charts {
       else kept.delete(name);
     }
     history.replaceState(null, "", `?${kept}`);
-    for (const chart of this.charts.values()) [chart.zoomed, chart.range] = [null, null];
+    for (const chart of this.charts.values()) [chart.zoomed, chart.range, chart.asked] = [null, null, null];
     this.all();
   }
 
@@ -367,13 +367,14 @@ export class Charts {
     const [from, to] = [change["xaxis.range[0]"], change["xaxis.range[1]"]];
     if (from === undefined && !change["xaxis.autorange"]) return;
     let zoomed = null;
+    const asked = (chart.asked = {});
     if (from !== undefined) {
       try {
         zoomed = await this.closer(group, from, to);
       } catch {
         return; // the points that are drawn stay
       }
-      if (!zoomed) return;
+      if (!zoomed || chart.asked !== asked) return; // another part is shown meanwhile
     }
     chart.zoomed = zoomed;
     chart.range = from === undefined ? null : [from, to];

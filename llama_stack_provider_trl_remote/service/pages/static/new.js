@@ -42,14 +42,5 @@ async function check() {
   }
 }
 
-// What is typed stays, where the address of a preset would begin with an empty form.
-for (const link of document.querySelectorAll("[data-preset]")) {
-  link.addEventListener("click", (event) => {
-    event.preventDefault();
-    for (const [name, value] of Object.entries(JSON.parse(link.dataset.preset))) form.elements[name].value = value;
-    soon();
-  });
-}
-
 form.addEventListener("input", soon);
 if (form.elements.model?.value && form.elements.dataset?.value) soon();

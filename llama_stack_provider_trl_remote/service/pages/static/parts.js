@@ -1,4 +1,4 @@
-// The parts of a page that the service renders, as it renders them now, and the questions before its forms.
+// The parts of a page that the service renders, as it renders them now.
 
 const WAIT_MS = 500;
 const RETRY_MS = 2000;
@@ -9,6 +9,8 @@ export class Parts {
     this.ids = ids;
     this.on = on;
     this.timer = 0;
+    this.asked = 0;
+    this.shown = 0;
   }
 
   // Calls within a moment are one request: several jobs change at once when one ends.
@@ -23,10 +25,13 @@ export class Parts {
 
   async fetch() {
     this.timer = 0;
+    const asked = (this.asked += 1);
     try {
       const answer = await fetch(location.href);
       if (answer.status === 401) return location.reload();
       const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+      if (asked < this.shown) return; // a later one has been faster
+      this.shown = asked;
       for (const id of this.ids) replacePart(document.getElementById(id), page.getElementById(id));
       this.on.replaced?.(page);
     } catch {
@@ -51,8 +56,3 @@ export function replacePart(old, part) {
   const found = [...part.querySelectorAll(REACHED_BY_KEYS)][at];
   if (at >= 0 && found?.tagName === before[at].tagName) found.focus({ preventScroll: true });
 }
-
-document.addEventListener("submit", (event) => {
-  const { question } = event.target.dataset;
-  if (question && !confirm(question)) event.preventDefault();
-});

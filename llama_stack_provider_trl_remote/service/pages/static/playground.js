@@ -332,4 +332,6 @@ for (const side of SIDES) onClick(`vote-${side.name}`, () => vote(side));
 for (const id of ["votes", "model_b"]) element(id).addEventListener("input", countSoon);
 element("dataset").addEventListener("input", () => (element("row").value = 0));
 update();
+// Without this script a click would leave the page, and what was typed.
+for (const id of ["send", "next"]) element(id).disabled = false;
 count();
