@@ -31,12 +31,8 @@ _STATES = {JobState.completed: "FINISHED", JobState.failed: "FAILED", JobState.c
 
 
 class Mlflow:
-    """Writes to the tracking server or database `uri`. Imports mlflow.
-
-    Raises:
-        ImportError: mlflow is not installed.
-        FileNotFoundError: the directory of the database does not exist.
-    """
+    """Writes to the tracking server or database `uri`. Imports mlflow. Raises ImportError: mlflow is not installed;
+    FileNotFoundError: the directory of the database does not exist."""
 
     at_end = False
 

@@ -268,7 +268,8 @@ async def resolved(
     named: NamedJob | None = None,
     put: Put | None = put_lines,
 ) -> ResolvedJob:
-    """Resolve a request to a job with its rows.
+    """Resolve a request to a job with its rows. Raises InvalidRequest: a field, a value or a row that cannot be
+    honoured; StoreError: the rows cannot be stored.
 
     Args:
         store: the jobs that the request may name as its base; None: there are none.
@@ -277,10 +278,6 @@ async def resolved(
         models: of a merge, an ensemble or judges: what these models are.
         named: the job that the request names as its base, in place of one that is stored.
         put: stores parts of the dataset; None: they are planned only.
-
-    Raises:
-        InvalidRequest: a field, a value or a row that cannot be honoured.
-        StoreError: the rows cannot be stored.
     """
     # Models, adapters and installed packages are read: none of that may hold up other requests. One call of a thread,
     # since each waits for its turn beside the supervisor.
@@ -425,11 +422,8 @@ async def _check_custom(resolution: Resolution, dataset: DatasetRef, names: RowN
 async def _resolved_evaluation(
     job: JobSpec, options: ProviderOptions, settings: Settings, datasets: Datasets, store: Store
 ) -> ResolvedJob | None:
-    """The job that evaluates the result of another one, which is not stored yet; None: none does.
-
-    Raises:
-        InvalidRequest, StoreError: as `resolved`.
-    """
+    """The job that evaluates the result of another one, which is not stored yet; None: none does. Raises
+    InvalidRequest, StoreError: as `resolved`."""
     if options.evaluate is None:
         return None
     own = {name: getattr(options, name) for name in ("priority", "device", "retries")}

@@ -49,11 +49,7 @@ def count_gpus() -> int:
 
 def core_numbers(devices: Sequence[str]) -> tuple[int, ...]:
     """The numbers that the system gives to the reserved cores among devices: `cpu:N` is the Nth core, from 0, that this
-    process may use.
-
-    Raises:
-        OSError: there are fewer.
-    """
+    process may use. Raises OSError: there are fewer."""
     wanted = [int(device.removeprefix(CORE)) for device in devices if device.startswith(CORE)]
     usable = _usable_cores() if wanted else []
     if wanted and max(wanted) >= len(usable):

@@ -72,11 +72,8 @@ class Isolation:
 
     def view(self, task: TaskSpec, environ: Mapping[str, str]) -> View | None:
         """The view of a task whose specification is written; None: it is not isolated. Creates the directories that it
-        may write. `environ` is that of its processes.
-
-        Raises:
-            OSError: its specification cannot be read, or a directory cannot be created.
-        """
+        may write. `environ` is that of its processes. Raises OSError: its specification cannot be read, or a directory
+        cannot be created."""
         if not self.how:
             return None
         spec = RunDir(task.run_dir).spec

@@ -129,11 +129,7 @@ def training_environment(task: TaskSpec, environ: Mapping[str, str]) -> dict[str
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has an IP address, such as `eth0`.
-
-    Raises:
-        OSError: none has it.
-    """
+    """The network interface that has an IP address, such as `eth0`. Raises OSError: none has it."""
     wanted = ipaddress.ip_address(address)
     found: dict[str, str] = {}
     for name, addresses in psutil.net_if_addrs().items():
@@ -179,11 +175,7 @@ def _threads(ranks: int) -> int:
 
 def visible_gpus(task: TaskSpec, environ: Mapping[str, str]) -> dict[str, str]:
     """Make the task's own GPUs the only visible ones: Trainer would use all that it sees, and FSDP2 would shard the
-    model of a CPU task over them.
-
-    Raises:
-        OSError: the task has several ranks on MIG slices.
-    """
+    model of a CPU task over them. Raises OSError: the task has several ranks on MIG slices."""
     own = [device for device in task.devices if device.startswith("cuda:")]
     gpus = [visible_entry(device, environ) for device in own]
     if len(own) > 1 and any(is_slice(device, environ) for device in own):

@@ -71,11 +71,8 @@ def _is_applied_later(name: str, value: str) -> bool:
 
 
 class WarmProcess:
-    """One warm process and the channel to it. It ends with this process, or when the channel is closed.
-
-    Raises:
-        OSError: it cannot be started.
-    """
+    """One warm process and the channel to it. It ends with this process, or when the channel is closed. Raises OSError:
+    it cannot be started."""
 
     def __init__(self, python: str, environ: Mapping[str, str], spawn: Callable[..., Any] = subprocess.Popen) -> None:
         self._python = python

@@ -96,11 +96,8 @@ class WorkRequest(_Kind):
         """What the job reads. Raises InvalidRequest: it is not said, or contradicts itself."""
 
     def named(self) -> list[tuple[str, str]]:
-        """The fields that name models beside the job's own, or several in its place, with their values.
-
-        Raises:
-            InvalidRequest: no model is named, or several that exclude one another.
-        """
+        """The fields that name models beside the job's own, or several in its place, with their values. Raises
+        InvalidRequest: no model is named, or several that exclude one another."""
         return []
 
     def one_tokenizer(self, found: Sequence[Base]) -> str | None:
@@ -113,13 +110,11 @@ class WorkRequest(_Kind):
 
     @abstractmethod
     def work(self, found: Sequence[Base] = ()) -> Work:
-        """What the job does.
+        """What the job does. Raises InvalidRequest: a field is missing or would be ignored, or a value is not
+        supported.
 
         Args:
             found: what each of the models of `named` is.
-
-        Raises:
-            InvalidRequest: a field is missing or would be ignored, or a value is not supported.
         """
 
     def conditions(self) -> Sequence[PromotionCondition]:

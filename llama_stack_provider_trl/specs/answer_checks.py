@@ -127,15 +127,12 @@ class AnswerCheck(Frozen, CheckedNames):
 
 
 def refuse_unusable(checks: Sequence[AnswerCheck], field: str) -> None:
-    """Refuse checks that cannot be made.
+    """Refuse checks that cannot be made. Raises InvalidRequest: names the check's field: one that would be ignored, a
+    reference that is missing or cannot be read, a name that two checks have; LimitReached: too many requests are
+    checked.
 
     Args:
         field: of the request, that has them.
-
-    Raises:
-        InvalidRequest: names the check's field: one that would be ignored, a reference that is missing or cannot be
-            read, a name that two checks have.
-        LimitReached: too many requests are checked.
     """
     for number, check in enumerate(checks):
         refuse_fields(check, f"{field}.{number}")
@@ -296,14 +293,11 @@ def is_enough(check: AnswerCheck, given: Graded) -> bool:
 
 
 def passes(check: AnswerCheck, answer: str, reference: Any = None) -> bool:
-    """Whether an answer passes. What a grader gives it: `reward_of`.
+    """Whether an answer passes. What a grader gives it: `reward_of`. Raises TimeoutError: it cannot be decided within
+    `compiled_checks.TIMEOUT` seconds; JobFailure: invalid_request, a pattern takes all memory that it may have.
 
     Args:
         reference: of this answer; None: `json` without an expected value.
-
-    Raises:
-        TimeoutError: it cannot be decided within `compiled_checks.TIMEOUT` seconds.
-        JobFailure: invalid_request, a pattern takes all memory that it may have.
     """
     if check.type == "grader":
         return is_enough(check, reward_of(check, answer, reference))

@@ -221,11 +221,8 @@ def is_valid(validator: Any, value: Any) -> bool:
 
 
 def refuse_unbounded(found: Any) -> None:
-    """Compare sample texts, or values, with a compiled reference; in a process with limits of memory and time.
-
-    Raises:
-        ValueError: one takes more than these limits, or `TIMEOUT`.
-    """
+    """Compare sample texts, or values, with a compiled reference; in a process with limits of memory and time. Raises
+    ValueError: one takes more than these limits, or `TIMEOUT`."""
     if not hasattr(found, "is_valid"):
         _try_pattern(found)
         return

@@ -529,10 +529,7 @@ class EventWriter:
 
     def write(self, event: BaseModel, *, durable: bool = False) -> None:
         """Append one event, whole or not at all; with `durable`, return when it is on disk (checkpoints, results).
-
-        Raises:
-            OSError: the disk is full.
-        """
+        Raises OSError: the disk is full."""
         line = event.model_dump_json().encode() + b"\n"
         with self._lock:  # a second thread writes checkpoints and their events
             written = os.write(self._fd, line)

@@ -70,14 +70,12 @@ def _index_of(found: ModelDirectory) -> bytes:
 
 
 def chosen_files(names: Sequence[str], read_index: Callable[[], bytes]) -> list[str]:
-    """Of the files in the directory of a model, or an adapter, those that another machine needs to train it.
+    """Of the files in the directory of a model, or an adapter, those that another machine needs to train it. Raises
+    NotSent.
 
     Args:
         names: paths in the directory.
         read_index: the content of `INDEX`; called where the weights are in several files.
-
-    Raises:
-        NotSent.
     """
     plain = {name for name in names if _DATA.fullmatch(name)}
     if CONFIG in plain:
@@ -112,11 +110,8 @@ def _weights(plain: set[str], names: Sequence[str], read_index: Callable[[], byt
 
 
 def check_model_names(names: Iterable[str], field: str) -> None:
-    """Return if a model that another machine sends may have files of these names.
-
-    Raises:
-        InvalidRequest: names the first file that is refused.
-    """
+    """Return if a model that another machine sends may have files of these names. Raises InvalidRequest: names the
+    first file that is refused."""
     for name in names:
         if not _DATA.fullmatch(name):
             raise InvalidRequest(

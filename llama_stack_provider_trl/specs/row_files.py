@@ -49,11 +49,7 @@ Row = dict[str, Any]
 
 
 def refuse_other_kind(start: bytes) -> None:
-    """Return if a file may have rows, by its first bytes.
-
-    Raises:
-        InvalidRows: it is of another kind: names that.
-    """
+    """Return if a file may have rows, by its first bytes. Raises InvalidRows: it is of another kind: names that."""
     for begin, what in _OTHER_KINDS:
         if start.startswith(begin):
             raise InvalidRows(f"the file is {what}")
@@ -63,11 +59,7 @@ def refuse_other_kind(start: bytes) -> None:
 
 def parse_line(line: str) -> Any:
     """A line of rows that are stored, and were checked. One may have the byte order mark of its file: a part of the
-    rows has them in another order.
-
-    Raises:
-        ValueError: it is not JSON.
-    """
+    rows has them in another order. Raises ValueError: it is not JSON."""
     return parse_json(line.removeprefix("\ufeff"), any_digits=True)
 
 
@@ -178,11 +170,8 @@ def _too_many_cells(names: list[str], line: int) -> str:
 
 
 def read_json(file: BinaryIO) -> Iterator[Row]:
-    """The rows of a .json file: a list of objects, also under the only key of an object, or one object per line.
-
-    Raises:
-        InvalidRows: it is none of these, or has a key twice.
-    """
+    """The rows of a .json file: a list of objects, also under the only key of an object, or one object per line. Raises
+    InvalidRows: it is none of these, or has a key twice."""
     start = _check_kind(file).removeprefix(_BOM).lstrip()
     if start.startswith(b"["):
         yield from _parsed(file)
@@ -224,11 +213,8 @@ def _is_one_object(file: BinaryIO) -> bool:
 
 
 def _rows_within(document: Row) -> Iterator[Row]:
-    """The rows of a file that is one object: those of its only list, or the object itself.
-
-    Raises:
-        InvalidRows: it has several lists of rows, or a table by its columns.
-    """
+    """The rows of a file that is one object: those of its only list, or the object itself. Raises InvalidRows: it has
+    several lists of rows, or a table by its columns."""
     from .rows import COLUMNS  # imports what processes that only convert do not need
 
     lists = {key: value for key, value in document.items() if key not in COLUMNS and _is_list_of_objects(value)}
@@ -356,14 +342,12 @@ def _python_value(scalar: Any) -> Any:
 
 
 def refuse_fields_twice(fields: Iterable[Any], where: str = "") -> None:
-    """Return if all fields of a table of Arrow, and of each struct in it, have names of their own.
+    """Return if all fields of a table of Arrow, and of each struct in it, have names of their own. Raises InvalidRows:
+    names the field that is there twice.
 
     Args:
         fields: a schema, or the fields of a struct.
         where: path of the column whose fields these are.
-
-    Raises:
-        InvalidRows: names the field that is there twice.
     """
     listed = list(fields)
     refuse_twice([field.name for field in listed], where)

@@ -107,15 +107,12 @@ _ADVICE = "split long rows, or register a smaller file"
 
 
 def overview_within(limits: Limited, path: Path, first: int, count: int) -> Overview:
-    """What a file of NDJSON rows has, read in another process.
+    """What a file of NDJSON rows has, read in another process. Raises InvalidRows: a line is no object, or it takes
+    more than the limits allow; LimitReached: the machine is too busy; OSError: the file cannot be read, or there can be
+    no further process.
 
     Args:
         first: of the rows that are shown, from 0.
-
-    Raises:
-        InvalidRows: a line is no object, or it takes more than the limits allow.
-        LimitReached: the machine is too busy.
-        OSError: the file cannot be read, or there can be no further process.
     """
     return read_within(limits, _overview, path, first, count, doing="reading its rows", advice=_ADVICE)
 

@@ -1101,15 +1101,12 @@ def parse_row(
     data_format: DataFormat | None = None,
     names: RowNames | None = None,
 ) -> Example:
-    """Read one row.
+    """Read one row. Raises InvalidRows: the row fits no shape, or one of its columns cannot be read.
 
     Args:
         index: the row's number, from 0, for the error message.
         data_format: which shape to read where the row fits an instruct and a dialog shape; ignored for pairs.
         names: of its columns and roles, where they are not those of shapes.
-
-    Raises:
-        InvalidRows: the row fits no shape, or one of its columns cannot be read.
     """
     return _parse(row, index, use, data_format, _Notes(names))[2]
 
@@ -1120,11 +1117,8 @@ def check_rows(
     data_format: DataFormat | None = None,
     names: RowNames | None = None,
 ) -> RowsReport:
-    """Read every row, keep none: a stream is checked in constant memory (10,000 rows take about 0.1 s).
-
-    Raises:
-        InvalidRows: at the first bad row, or if there is no row at all.
-    """
+    """Read every row, keep none: a stream is checked in constant memory (10,000 rows take about 0.1 s). Raises
+    InvalidRows: at the first bad row, or if there is no row at all."""
     notes, seen = _Notes(names), _Seen()
     for index, row in enumerate(rows):
         shape, columns, _ = _parse(row, index, use, data_format, notes)

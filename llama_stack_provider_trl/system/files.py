@@ -79,13 +79,9 @@ class Blob(NamedTuple):
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file for reading whose name a training controls: no symbolic link is followed, no FIFO awaited.
-
-    Raises:
-        FileNotFoundError: nothing has the name.
-        NotAFile: it is a symbolic link, a directory, a FIFO, a device or a socket.
-        OSError: it cannot be opened.
-    """
+    """Open a file for reading whose name a training controls: no symbolic link is followed, no FIFO awaited. Raises
+    FileNotFoundError: nothing has the name; NotAFile: it is a symbolic link, a directory, a FIFO, a device or a socket;
+    OSError: it cannot be opened."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
         file = os.open(path, flags)
@@ -131,11 +127,8 @@ def is_regular(path: Path) -> bool:
 
 
 def private_directory(directory: Path) -> None:
-    """Create a directory that no other user can enter; an existing one of ours becomes private.
-
-    Raises:
-        OSError: it cannot be created.
-    """
+    """Create a directory that no other user can enter; an existing one of ours becomes private. Raises OSError: it
+    cannot be created."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = stat.S_IMODE(directory.stat().st_mode)
     if not found & 0o077:
@@ -171,15 +164,12 @@ def put_rows(
 def put_lines(
     directory: Path, lines: Iterable[bytes], check: Check | None = None, storing: Storing = lambda digest: None
 ) -> Blob:
-    """Store rows that are lines of JSON already, like `put_rows`.
+    """Store rows that are lines of JSON already, like `put_rows`. Raises OSError: the directory cannot be written.
 
     Args:
         lines: whole ones, or any pieces of them: a file that a node has sent may have a line without an end.
         check: is called with the file before it is stored, and raises if it is not to be.
         storing: is called with their digest before they are stored, or found stored.
-
-    Raises:
-        OSError: the directory cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     fd, name = tempfile.mkstemp(dir=directory, prefix=".rows-")
@@ -258,14 +248,12 @@ def is_whole(directory: Path) -> bool:
 
 
 def damage(directory: Path, of: Collection[str] | None = None) -> str | None:
-    """The first fault of a directory that has a manifest, as a sentence; None: it has none.
+    """The first fault of a directory that has a manifest, as a sentence; None: it has none. Raises OSError: this
+    process has no descriptor or no memory left for the check.
 
     Args:
         of: read these files, and compare their digests; None: all. A manifest without digests is compared by
             its sizes.
-
-    Raises:
-        OSError: this process has no descriptor or no memory left for the check.
     """
     try:
         manifest = json.loads(read_regular(directory / MANIFEST))

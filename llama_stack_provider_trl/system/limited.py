@@ -163,12 +163,8 @@ class Limited:
 
 
 def _exchange(order: bytes, request: bytes, deadline: float) -> tuple[list[bytes], bool]:
-    """The lines that answer a call, and whether it was ended at its deadline.
-
-    Raises:
-        _NoAnswerError: the server has not taken the order.
-        OSError: no server can be started.
-    """
+    """The lines that answer a call, and whether it was ended at its deadline. Raises _NoAnswerError: the server has not
+    taken the order; OSError: no server can be started."""
     here, there = socket.socketpair()
     with here:
         with there:

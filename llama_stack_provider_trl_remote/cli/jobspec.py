@@ -97,11 +97,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def print_job(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Write the job to standard output.
-
-    Raises:
-        InvalidRequest: an option is missing or cannot be right.
-    """
+    """Write the job to standard output. Raises InvalidRequest: an option is missing or cannot be right."""
     _check(options)
     words = ["train", options.dataset, "--model", options.model, "--pull", options.output]
     words += ["--job", options.name, *(["--nodes", str(options.nodes)] if options.nodes > 1 else [])]

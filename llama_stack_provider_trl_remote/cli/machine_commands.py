@@ -204,11 +204,8 @@ SCRIPT = "./scripts/run-remote-fsdp-server.sh"
 
 
 def worker_lines(url: str, nodes: int, token_file: str, certificate: str | None = None) -> list[str]:
-    """The commands of the machines 1 to `nodes - 1`; machine 0 runs the service at `url`.
-
-    Raises:
-        InvalidRequest: there are no machines, or more than one and others cannot reach the service at `url`.
-    """
+    """The commands of the machines 1 to `nodes - 1`; machine 0 runs the service at `url`. Raises InvalidRequest: there
+    are no machines, or more than one and others cannot reach the service at `url`."""
     if not 0 < nodes <= MOST_NODES:
         raise InvalidRequest("--nodes", nodes, f"name 1 to {MOST_NODES} machines.")
     if nodes > 1 and is_this_machine_only(urlsplit(url).hostname or ""):

@@ -62,16 +62,14 @@ async def watch_changes(
     after: str | None = None,
     output: TextIO | None = None,
 ) -> list[dict[str, Any]]:
-    """Print what changes in jobs until all have ended, an object on a line each: `job_uuid`, `id` and `event`.
+    """Print what changes in jobs until all have ended, an object on a line each: `job_uuid`, `id` and `event`. Raises
+    InvalidRequest: the id is of a watch of other jobs.
 
     Args:
         after: the id of a line of such a watch: what came before it is not printed again.
 
     Returns:
         The last status of each job.
-
-    Raises:
-        InvalidRequest: the id is of a watch of other jobs.
     """
     names = list(dict.fromkeys(job_uuids))
     cursors = _cursors(names, after)

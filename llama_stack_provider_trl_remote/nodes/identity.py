@@ -106,11 +106,8 @@ def _parsed_id(data: bytes) -> str:
 
 
 def node_name(chosen: str | None) -> str:
-    """The name under which a machine joins; its host name where none is chosen.
-
-    Raises:
-        NodeError: the name is not valid.
-    """
+    """The name under which a machine joins; its host name where none is chosen. Raises NodeError: the name is not
+    valid."""
     name = chosen or socket.gethostname()
     if not re.fullmatch(NAME, name):
         raise NodeError(
@@ -121,11 +118,7 @@ def node_name(chosen: str | None) -> str:
 
 def reachable_address(url: str, environ: Mapping[str, str]) -> str:
     """The address at which other nodes reach this one: TRL_NODE_ADDRESS, else the source address of packets to the
-    service.
-
-    Raises:
-        NodeError: it is a loopback address, or the service's address has no route.
-    """
+    service. Raises NodeError: it is a loopback address, or the service's address has no route."""
     if chosen := environ.get(ADDRESS, "").strip():
         try:
             address = ipaddress.ip_address(chosen)

@@ -66,11 +66,7 @@ class Inputs:
             os.replace(staged, self._paths.checkpoint_dir / name)
 
     async def _pull(self, path: Path, target: Path) -> None:
-        """Copy a checkpoint of the service to this node.
-
-        Raises:
-            InvalidRequest: it holds more than data.
-        """
+        """Copy a checkpoint of the service to this node. Raises InvalidRequest: it holds more than data."""
         job_uuid = self._paths.order.job_uuid
         # The other job and its checkpoint may be deleted by now: the service has a copy for this job.
         identifier = path.name if path.is_relative_to(self._paths.theirs) else GIVEN

@@ -193,11 +193,8 @@ def check_order(order: TaskOrder) -> None:
 
 
 def attempt_of(order: TaskOrder) -> AttemptSpec | None:
-    """The specification of an order, with the service's paths; None: it has none.
-
-    Raises:
-        InvalidRequest: names the field.
-    """
+    """The specification of an order, with the service's paths; None: it has none. Raises InvalidRequest: names the
+    field."""
     if not order.spec:
         return None
     try:

@@ -99,10 +99,7 @@ class Outbox:
 
     def release(self, uploaded: PendingEvent) -> None:
         """Release the event of an uploaded checkpoint, or of uploaded answers, and a final event that waits for none.
-
-        Raises:
-            OSError: as `read_events`.
-        """
+        Raises OSError: as `read_events`."""
         ready, left = [uploaded], [pending for pending in self._pending if pending is not uploaded]
         while left and not left[0].is_checkpoint:
             ready.append(left.pop(0))

@@ -297,11 +297,7 @@ def _checks_path(environ: Mapping[str, str]) -> bool:
 
 
 def switch(name: str, text: str) -> bool:
-    """Whether an option is on.
-
-    Raises:
-        NodeError: it is neither on nor off.
-    """
+    """Whether an option is on. Raises NodeError: it is neither on nor off."""
     if text not in ("on", "off"):
         raise NodeError(f"{name}={text!r}: use on or off (--{name.replace('_', '-')}, TRL_NODE_{name.upper()})")
     return text == "on"

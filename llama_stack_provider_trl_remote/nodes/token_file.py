@@ -8,11 +8,8 @@ from .identity import NodeError
 
 
 def read_token(file: str) -> str:
-    """The token in `file`, without white space around it.
-
-    Raises:
-        NodeError: as `system.token_file.read_token` raises ValueError.
-    """
+    """The token in `file`, without white space around it. Raises NodeError: as `system.token_file.read_token` raises
+    ValueError."""
     try:
         return token_file.read_token(file)
     except ValueError as error:

@@ -159,11 +159,7 @@ class WebhookSender:
 
 
 def receivers_of(webhooks: Sequence[OpenAIWebhook]) -> list[Receiver]:
-    """The receivers of the settings.
-
-    Raises:
-        SettingsError: the file of a secret cannot be used.
-    """
+    """The receivers of the settings. Raises SettingsError: the file of a secret cannot be used."""
     found = []
     for number, webhook in enumerate(webhooks):
         if webhook.secret is not None:

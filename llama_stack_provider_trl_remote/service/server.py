@@ -227,13 +227,10 @@ def _claimed(data_dir: Path, address: str) -> Iterator[None]:
 
 
 def listen(settings: ServiceSettings, other_port: str = "TRL_SERVICE_PORT") -> socket.socket:
-    """A socket on the address of these settings.
+    """A socket on the address of these settings. Raises SettingsError: it cannot listen there.
 
     Args:
         other_port: the variable or option that sets another port, for the message.
-
-    Raises:
-        SettingsError: it cannot listen there.
     """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # The protocol by its number: asyncio sets TCP_NODELAY only where it reads it. Without that the body of an answer

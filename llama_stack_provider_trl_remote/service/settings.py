@@ -429,11 +429,8 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
         )
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """How connections are encrypted; None: they are not.
-
-        Raises:
-            SettingsError: the certificate or its key cannot be used.
-        """
+        """How connections are encrypted; None: they are not. Raises SettingsError: the certificate or its key cannot be
+        used."""
         if self.tls_cert is None or self.tls_key is None:
             return None
         try:

@@ -133,10 +133,7 @@ FIELD = "output.dataset_id"
 
 def refuse_promised_name(execute: Execute, spec: JobSpec) -> None:
     """Refuse a job that is to make a dataset which another one is to make, in the transaction that stores the job.
-
-    Raises:
-        InvalidRequest: names the other job.
-    """
+    Raises InvalidRequest: names the other job."""
     dataset_id = spec.does.made_dataset
     if dataset_id is not None and (maker := _maker(execute, dataset_id, spec.job_uuid)) is not None:
         hint = f"job {maker!r} is to make a dataset of this name: choose another one"
@@ -168,10 +165,7 @@ class NeedsFiles(Protocol):
 
 def use_rows(jobs: Iterable[NeedsFiles]) -> None:
     """Mark what jobs need as used: the last step of storing them, since the rows of a refused request are discarded.
-
-    Raises:
-        RowsRemoved: some of it is gone.
-    """
+    Raises RowsRemoved: some of it is gone."""
     for job in jobs:
         for path in job.needed:
             if not touched(path):

@@ -100,11 +100,8 @@ class JobReader:
         return mentioned_digests(row["text"] for row in self.database.select("select_mentions", {}))
 
     def holds(self, job_uuid: str, request_digest: str) -> bool:
-        """Whether the same request was stored before.
-
-        Raises:
-            JobConflict: the job_uuid is taken by a job with another digest.
-        """
+        """Whether the same request was stored before. Raises JobConflict: the job_uuid is taken by a job with another
+        digest."""
         rows = self.database.select("request_digest", {"job_uuid": job_uuid})
         if rows and rows[0]["request_digest"] != request_digest:
             raise digest_conflict(job_uuid)
@@ -135,11 +132,8 @@ class JobReader:
     def page_of_names(
         self, after: str | None = None, states: Iterable[JobState] | None = None, limit: int | None = None
     ) -> Sequence[str]:
-        """The job_uuid of jobs younger than job `after` and in one of `states`, oldest first.
-
-        Raises:
-            JobNotFound: there is no job `after`.
-        """
+        """The job_uuid of jobs younger than job `after` and in one of `states`, oldest first. Raises JobNotFound: there
+        is no job `after`."""
         return [row["job_uuid"] for row in self._page("select_name_page", after, states, limit)]
 
     def newest(
@@ -149,14 +143,12 @@ class JobReader:
         limit: int | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> Sequence[str]:
-        """The job_uuid of jobs whose names begin with `prefix`, newest first.
+        """The job_uuid of jobs whose names begin with `prefix`, newest first. Raises JobNotFound: there is no job
+        `after`.
 
         Args:
             after: only jobs that are older than this one.
             metadata: pairs that the metadata of each job has.
-
-        Raises:
-            JobNotFound: there is no job `after`.
         """
         if not metadata:
             return [row["job_uuid"] for row in self._page("select_newest", after, None, limit, prefix=prefix)]

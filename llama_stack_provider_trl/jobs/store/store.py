@@ -196,13 +196,11 @@ class Store(JobReader):
 
     def add_trials(self, search: JobRecord, trials: Sequence[tuple[NewTrial, NewJob]]) -> bool:
         """Queue further trials of a search, all or none of them. They count as waiting jobs of its owner, without a
-        limit: one of their number was allowed when the search was stored.
+        limit: one of their number was allowed when the search was stored. Raises InvalidRequest, JobConflict,
+        StoreError: as `add_job`.
 
         Returns:
             False, and nothing changes, if the search is not in progress, or has these trials.
-
-        Raises:
-            InvalidRequest, JobConflict, StoreError: as `add_job`.
         """
         with self.database.transaction() as execute:
             found = execute("count_trials", {"job_uuid": search.job_uuid}).fetchone()["trials"]
@@ -262,14 +260,10 @@ class Store(JobReader):
 
     def delete(self, job_uuid: str, set_aside: Callable[[JobRecord], object] = lambda job: None) -> JobRecord:
         """Delete the record of a job that has ended and return it; of a search, those of its trials too. The caller
-        removes the files.
+        removes the files. Raises JobNotFound; JobConflict: the job has not ended, or others wait for it.
 
         Args:
             set_aside: renames the files of each of these jobs before its name is free for another. It must be quick.
-
-        Raises:
-            JobNotFound.
-            JobConflict: the job has not ended, or others wait for it.
         """
         with self.database.transaction() as execute:
             job = self.get(job_uuid)  # the connection is this thread's: as the transaction sees it
@@ -289,14 +283,11 @@ class Store(JobReader):
         return job
 
     def delete_results(self, job_uuid: str, set_aside: Callable[[JobRecord], object] = lambda job: None) -> JobRecord:
-        """Forget the checkpoints of a job that has ended, and return it. The caller removes the files.
+        """Forget the checkpoints of a job that has ended, and return it. The caller removes the files. Raises
+        JobNotFound; JobConflict: the job has not ended, or others wait for it.
 
         Args:
             set_aside: renames the directory of the checkpoints. It must be quick.
-
-        Raises:
-            JobNotFound.
-            JobConflict: the job has not ended, or others wait for it.
         """
         with self.database.transaction() as execute:
             job = self.get(job_uuid)
@@ -344,12 +335,7 @@ class Store(JobReader):
 
     def request_pause(self, job_uuid: str) -> JobRecord:
         """Record a pause: the job becomes `paused` if it waits, and `pausing`, to save and release its device, if it
-        runs.
-
-        Raises:
-            JobNotFound.
-            JobConflict: the job has ended, or is about to.
-        """
+        runs. Raises JobNotFound; JobConflict: the job has ended, or is about to."""
         while True:
             job = self.get(job_uuid)
             if job.state in (JobState.pausing, JobState.paused):
@@ -364,12 +350,8 @@ class Store(JobReader):
             self.transition(job_uuid, job.attempt, job.state, target)
 
     def request_resume(self, job_uuid: str) -> JobRecord:
-        """Queue a paused job again; a job that was not paused does not change.
-
-        Raises:
-            JobNotFound.
-            JobConflict: the job has ended, or has not finished pausing.
-        """
+        """Queue a paused job again; a job that was not paused does not change. Raises JobNotFound; JobConflict: the job
+        has ended, or has not finished pausing."""
         while True:
             job = self.get(job_uuid)
             if job.state is JobState.pausing:

@@ -187,11 +187,8 @@ class Proposals:
     def _begin_resolving(
         self, name: str, search: SearchSpec, trials: Sequence[Trial], generation: Generation
     ) -> _Resolving | None:
-        """Have the next trials resolved; None: they are not known yet, or enough others are resolved now.
-
-        Raises:
-            InvalidRequest, ProposerFailed, OSError.
-        """
+        """Have the next trials resolved; None: they are not known yet, or enough others are resolved now. Raises
+        InvalidRequest, ProposerFailed, OSError."""
         self._resolving.pop(name, None)
         if not self._has_place():
             return None

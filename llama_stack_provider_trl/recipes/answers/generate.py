@@ -179,16 +179,13 @@ def answer_all(
     team: Replicas = ALONE,
 ) -> bool:
     """Answer the questions that earlier attempts have not. A collective. The model is released when this returns, and
-    not loaded where there is none.
+    not loaded where there is none. Raises JobFailure: as `generate_attempt`.
 
     Args:
         more: steps of the job after the answers: those that are done, and all.
 
     Returns:
         False: the attempt is paused.
-
-    Raises:
-        JobFailure: as `generate_attempt`.
     """
     spec, rows = attempt.job, len(questions.prompts)
     total = rows * work.samples_per_prompt
@@ -333,11 +330,7 @@ def report_steps(done: int, total: int, metrics: dict[str, float], writer: Event
 
 
 def _make_dataset(spec: JobSpec, answers: AnswerFile, writer: EventWriter) -> dict[str, Any]:
-    """Write the answers as rows to train on; returns the result of the job.
-
-    Raises:
-        JobFailure: no answer has text.
-    """
+    """Write the answers as rows to train on; returns the result of the job. Raises JobFailure: no answer has text."""
     blank = incomplete = tokens = 0
 
     def rows() -> Iterator[bytes]:

@@ -81,11 +81,8 @@ def bytes_needed(model: PreTrainedModel | PeftModel, spec: JobSpec, kind: Kind) 
 def take_sample(
     model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, device: torch.device, spec: JobSpec
 ) -> Sample:
-    """Compute the trained model's logits for a few tokens. A collective under FSDP2.
-
-    Raises:
-        JobFailure: diverged, where they are not finite: the last step ruined the model.
-    """
+    """Compute the trained model's logits for a few tokens. A collective under FSDP2. Raises JobFailure: diverged, where
+    they are not finite: the last step ruined the model."""
     embeddings = model.get_input_embeddings().weight.shape[0]
     ids = [token for token in tokenizer(SAMPLE)["input_ids"] if token < embeddings]
     sample = torch.tensor(ids[: min(_SAMPLE_TOKENS, spec.data.max_seq_length)] or [0, 0])[None]

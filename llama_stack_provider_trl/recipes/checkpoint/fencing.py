@@ -34,11 +34,7 @@ class FencingToken:
         return name if self.path is None else f"{name}.{self.task_id.rpartition('-')[2]}.tmp"
 
     def check(self) -> None:
-        """Return if this attempt may write.
-
-        Raises:
-            JobFailure: node_lost, where the token names another attempt.
-        """
+        """Return if this attempt may write. Raises JobFailure: node_lost, where the token names another attempt."""
         if self.path is None:
             return
         try:

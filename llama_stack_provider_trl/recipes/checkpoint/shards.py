@@ -53,11 +53,8 @@ class LocalRows(NamedTuple):
 
 
 def reserve(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write the header and reserve the space of the data. One rank calls it, then all ranks call `fill`.
-
-    Raises:
-        OSError: the disk is full.
-    """
+    """Write the header and reserve the space of the data. One rank calls it, then all ranks call `fill`. Raises
+    OSError: the disk is full."""
     layout = _layout(tensors)
     with open(path, "wb") as file:
         file.write(layout.header)
@@ -80,14 +77,12 @@ def fill(path: Path, parts: Iterator[tuple[int, torch.Tensor]]) -> None:
 
 
 def write(path: Path, tensors: Mapping[str, Outline], values: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Write a whole file, one tensor after the other, and fsync; only one tensor need be in memory.
+    """Write a whole file, one tensor after the other, and fsync; only one tensor need be in memory. Raises OSError: the
+    disk is full.
 
     Args:
         tensors: shape and dtype of each.
         values: the values of each, in any order.
-
-    Raises:
-        OSError: the disk is full.
     """
     planned = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in tensors.items()}
     starts = _layout(planned).starts
@@ -113,12 +108,8 @@ def parts_of(
 
 
 def outlines(path: Path) -> dict[str, Outline]:
-    """Shape and dtype of every tensor of a file; no values are read.
-
-    Raises:
-        KeyError: a dtype that `reserve` does not write.
-        SafetensorError: it is not a safetensors file.
-    """
+    """Shape and dtype of every tensor of a file; no values are read. Raises KeyError: a dtype that `reserve` does not
+    write; SafetensorError: it is not a safetensors file."""
     with safe_open(path, framework="pt") as file:
         found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - the file cannot be iterated
         return {name: Outline(torch.Size(one.get_shape()), _TORCH[one.get_dtype()]) for name, one in found.items()}

@@ -315,24 +315,19 @@ def weights_name(model: Model) -> str:
 
 
 def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path, worker: int = 0) -> None:
-    """Read the optimizer's state, each rank its parts.
+    """Read the optimizer's state, each rank its parts. Raises JobFailure: invalid_request, where the checkpoint is of
+    another optimizer or of other weights, or malformed.
 
     Args:
         worker: with periodic averaging, whose state.
-
-    Raises:
-        JobFailure: invalid_request, where the checkpoint is of another optimizer or of other weights, or malformed.
     """
     saved = optimizer_state.read_optimizer(checkpoint, worker)
     optimizer_state.restore(model, optimizer, saved, checkpoint)
 
 
 def load_state(checkpoint: Path, name: str) -> dict[str, Any] | None:
-    """A small state, such as the scheduler's, by the name of its JSON file; None: the checkpoint has none.
-
-    Raises:
-        JobFailure: invalid_request, where it is malformed.
-    """
+    """A small state, such as the scheduler's, by the name of its JSON file; None: the checkpoint has none. Raises
+    JobFailure: invalid_request, where it is malformed."""
     path = checkpoint / name
     with reading(path):
         return dict(json.loads(path.read_text())) if path.exists() else None
@@ -340,10 +335,7 @@ def load_state(checkpoint: Path, name: str) -> dict[str, Any] | None:
 
 def load_random(checkpoint: Path) -> dict[str, Any] | None:
     """This rank's random numbers, as `recipes.checkpoint.random_state` restores them; None: the checkpoint has none.
-
-    Raises:
-        JobFailure: invalid_request, where they are malformed.
-    """
+    Raises JobFailure: invalid_request, where they are malformed."""
     return load_state(checkpoint, _RANDOM.format(ranks.rank()))
 
 

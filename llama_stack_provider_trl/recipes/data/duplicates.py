@@ -159,13 +159,11 @@ class CountedExamples(NamedTuple):
 def duplicates(
     use: Duplicates | None, trained: CountedExamples, validation: CountedExamples | None = None
 ) -> list[str]:
-    """A sentence on examples that are trained several times, and one on those of validation that are trained.
+    """A sentence on examples that are trained several times, and one on those of validation that are trained. Raises
+    JobFailure: there are such examples, and the job refuses them.
 
     Args:
         use: the job's `duplicates`.
-
-    Raises:
-        JobFailure: there are such examples, and the job refuses them.
     """
     found = [] if use is None else [*_repeated(trained), *(_overlap(trained, validation) if validation else ())]
     if found and use == "refuse":

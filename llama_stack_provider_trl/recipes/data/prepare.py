@@ -120,11 +120,8 @@ def read_examples(path: Path, use: Literal["prompts"], **how: Unpack[Reading]) -
 @overload
 def read_examples(path: Path, use: RowUse, **how: Unpack[Reading]) -> Iterator[Example]: ...
 def read_examples(path: Path, use: RowUse, **how: Unpack[Reading]) -> Iterator[Example]:
-    """The examples of an NDJSON file, one at a time.
-
-    Raises:
-        InvalidRows: a line is not JSON, or its row fits no shape.
-    """
+    """The examples of an NDJSON file, one at a time. Raises InvalidRows: a line is not JSON, or its row fits no
+    shape."""
     rows = how.get("rows")
     first, count, offset = (rows.first, rows.count, rows.offset) if rows else (0, None, 0)
     with open(path, "rb") as source:
@@ -157,11 +154,8 @@ class Tokenization:
         return self.counter.rows
 
     def report(self) -> DataReport:
-        """The report on all rows, when they have been read.
-
-        Raises:
-            JobFailure: invalid_dataset, if nothing is left to train on.
-        """
+        """The report on all rows, when they have been read. Raises JobFailure: invalid_dataset, if nothing is left to
+        train on."""
         return self.counter.report(self.unit, self.chat, self.teacher)
 
     def collect(self) -> tuple[Dataset, DataReport]:
@@ -217,7 +211,9 @@ def tokenize_sft(
     reasoning: ReasoningUse = "keep",
     first: int = 0,
 ) -> Tokenization:
-    """Tokenize for `SFTTrainer`, a part at a time, with `dataset_kwargs={"skip_prepare_dataset": True}`.
+    """Tokenize for `SFTTrainer`, a part at a time, with `dataset_kwargs={"skip_prepare_dataset": True}`. Raises
+    JobFailure: `invalid_dataset` if the template refuses a row or no row is left, `invalid_model` if a chat is to be
+    rendered and the tokenizer has neither a template nor an `eos_token`.
 
     Args:
         tokenizer: one without a chat template is given `DEFAULT_CHAT_TEMPLATE`, so that checkpoints carry it.
@@ -230,10 +226,6 @@ def tokenize_sft(
 
     Returns:
         Tables with the columns `input_ids` and `labels`; after the last one, the report on their rows.
-
-    Raises:
-        JobFailure: `invalid_dataset` if the template refuses a row or no row is left, `invalid_model` if a chat is to
-            be rendered and the tokenizer has neither a template nor an `eos_token`.
     """
     encoder = SftEncoder(Chat(tokenizer), "all" if train_on_input else train_on, reasoning)
     counter = TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
@@ -614,11 +606,7 @@ class TruncationCounter:
         self.example_end = self.example_end or later.example_end
 
     def report(self, unit: str, chat: Chat, teacher: Chat | None = None) -> DataReport:
-        """The counts, with warnings.
-
-        Raises:
-            JobFailure: nothing is left to train on.
-        """
+        """The counts, with warnings. Raises JobFailure: nothing is left to train on."""
         if not self.kept:
             raise JobFailure(Reason.invalid_dataset, self.nothing_left(unit, chat))
         return DataReport(

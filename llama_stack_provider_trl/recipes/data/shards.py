@@ -51,14 +51,11 @@ class ShardedRows:
     columns: tuple[str, ...]
 
     def write(self, number: int, rows: RowRange, show: Callable[[int], None]) -> None:
-        """Tokenize and store one shard.
+        """Tokenize and store one shard. Raises JobFailure, InvalidRows: as `tokenize`; NotCached: the disk cannot hold
+        it.
 
         Args:
             show: called with the rows of it that are done.
-
-        Raises:
-            JobFailure, InvalidRows: as `tokenize`.
-            NotCached: the disk cannot hold it.
         """
         cache = TokenCache(self.directory, self.spec.lifecycle.min_free_bytes, lambda note: None)
 

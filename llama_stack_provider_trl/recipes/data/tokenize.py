@@ -181,14 +181,11 @@ def has_images(
     row: int,
     where: str = "messages",
 ) -> bool:
-    """Whether a conversation of an example has images.
+    """Whether a conversation of an example has images. Raises JobFailure: invalid_model, the job reads none;
+    InvalidRows: one of them cannot be read or decoded.
 
     Args:
         where: what it is called.
-
-    Raises:
-        JobFailure: invalid_model, the job reads none.
-        InvalidRows: one of them cannot be read or decoded.
     """
     if example.unread_image and chat.images is not None:
         raise InvalidRows(example.unread_image)

@@ -43,11 +43,8 @@ def local_world_size() -> int:
 
 
 def check_world_size(ranks: int) -> None:
-    """Refuse a number of processes that differs from the job's: every metric would be wrong.
-
-    Raises:
-        JobFailure: launch_failed.
-    """
+    """Refuse a number of processes that differs from the job's: every metric would be wrong. Raises JobFailure:
+    launch_failed."""
     if world_size() != ranks:
         raise JobFailure(
             Reason.launch_failed,

@@ -111,10 +111,7 @@ class Judges:
         device: torch.device,
     ) -> bool:
         """Have the answers judged that earlier attempts have not. A collective. Returns False: the attempt is paused.
-
-        Raises:
-            JobFailure: a judge, or a verdict of an earlier attempt, cannot be used.
-        """
+        Raises JobFailure: a judge, or a verdict of an earlier attempt, cannot be used."""
         with heartbeat(writer):
             for judge in self.all:
                 _check_recorded(judge, answers)

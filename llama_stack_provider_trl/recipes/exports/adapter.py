@@ -116,12 +116,8 @@ def write_gguf(trained: Trained, lora: Lora, kind: GgufType, output: Path) -> fl
 
 
 def write_peft(trained: Trained, output: Path) -> None:
-    """Write an adapter as PEFT has it, with the tokenizer and the generation configuration of the trained model.
-
-    Raises:
-        JobFailure: invalid_model, the generation configuration cannot be written.
-        OSError: the disk is full.
-    """
+    """Write an adapter as PEFT has it, with the tokenizer and the generation configuration of the trained model. Raises
+    JobFailure: invalid_model, the generation configuration cannot be written; OSError: the disk is full."""
     model: Any = trained.model
     model.active_peft_config.base_model_name_or_path = shown_name(trained.spec.source.model)
     model.save_pretrained(output, save_embedding_layers=False)
@@ -216,13 +212,10 @@ class WrittenLora:
 
 
 def check_written(config: Any, lora: Lora, kind: GgufType, written: WrittenLora) -> float:
-    """Compare a file with PEFT's adapter, weight by weight.
+    """Compare a file with PEFT's adapter, weight by weight. Raises JobFailure: export_failed, with what differs.
 
     Returns:
         The largest difference of a weight's change, as a fraction of its norm.
-
-    Raises:
-        JobFailure: export_failed, with what differs.
     """
     expected = {
         "general.architecture": _architecture(config),
@@ -253,11 +246,8 @@ def check_written(config: Any, lora: Lora, kind: GgufType, written: WrittenLora)
 
 
 def check_vllm(trained: Trained, lora: Lora | None) -> int | None:
-    """Return the `--max-lora-rank` for an adapter; None: for a whole model.
-
-    Raises:
-        JobFailure: invalid_model, naming what vLLM has no place for.
-    """
+    """Return the `--max-lora-rank` for an adapter; None: for a whole model. Raises JobFailure: invalid_model, naming
+    what vLLM has no place for."""
     model_type = trained.plain.config.model_type
     if model_type not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))

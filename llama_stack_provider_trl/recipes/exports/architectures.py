@@ -45,14 +45,12 @@ def architecture_of(config: Any) -> GgufArchitecture:
 
 
 def describe(writer: Any, config: Any) -> None:
-    """Write the configuration of a model as metadata.
+    """Write the configuration of a model as metadata. Raises JobFailure: invalid_model, naming the setting that is not
+    mapped.
 
     Args:
         writer: gguf's GGUFWriter.
         config: of transformers.
-
-    Raises:
-        JobFailure: invalid_model, naming the setting that is not mapped.
     """
     architecture = architecture_of(config)
     activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)

@@ -54,12 +54,8 @@ _TYPES: dict[torch.dtype, GgufType] = {torch.float32: "f32", torch.float16: "f16
 
 
 def export_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
-    """Export a model as a job, into its checkpoint `final`. An attempt begins at the first weight.
-
-    Raises:
-        JobFailure: the model is not mapped, or the export is not what was trained.
-        OSError: the disk is, or would be, full.
-    """
+    """Export a model as a job, into its checkpoint `final`. An attempt begins at the first weight. Raises JobFailure:
+    the model is not mapped, or the export is not what was trained; OSError: the disk is, or would be, full."""
     job, work = attempt.job, attempt.job.work
     assert isinstance(work, ExportWork)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}

@@ -65,11 +65,8 @@ class Expected(NamedTuple):
 
 
 class Trained:
-    """The model of an export job: the base model, and the adapter where the job names one.
-
-    Raises:
-        JobFailure: it cannot be loaded.
-    """
+    """The model of an export job: the base model, and the adapter where the job names one. Raises JobFailure: it cannot
+    be loaded."""
 
     def __init__(self, spec: JobSpec) -> None:
         self.spec = spec

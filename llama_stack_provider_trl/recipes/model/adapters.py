@@ -46,13 +46,11 @@ def has_reference_adapter(spec: JobSpec) -> bool:
 
 
 def continued(spec: JobSpec, model: PreTrainedModel, config: PeftConfig, *, reference: bool) -> PeftModel:
-    """The model with the adapter that the job continues, its weights read.
+    """The model with the adapter that the job continues, its weights read. Raises JobFailure: invalid_model, where the
+    adapter's file is missing, damaged, or of other modules or another rank.
 
     Args:
         reference: add the frozen copy.
-
-    Raises:
-        JobFailure: invalid_model, where the adapter's file is missing, damaged, or of other modules or another rank.
     """
     assert spec.adapter is not None
     try:
@@ -72,13 +70,11 @@ def continued(spec: JobSpec, model: PreTrainedModel, config: PeftConfig, *, refe
 
 
 def load_to_infer(spec: JobSpec, device: torch.device, *, in_4_bits: bool = False) -> PreTrainedModel:
-    """The job's model in its dtype, with the adapter that the job names, for inference.
+    """The job's model in its dtype, with the adapter that the job names, for inference. Raises JobFailure:
+    invalid_model.
 
     Args:
         in_4_bits: quantize it below the adapter.
-
-    Raises:
-        JobFailure: invalid_model.
     """
     storage = WeightStorage(
         dtype=DTYPES[spec.compute.dtype],
@@ -98,11 +94,8 @@ def load_to_infer(spec: JobSpec, device: torch.device, *, in_4_bits: bool = Fals
 
 
 def added(spec: JobSpec, model: PeftModel, name: str) -> None:
-    """Add the adapter that a job continues to a model that has others, of which the active one stays so.
-
-    Raises:
-        JobFailure: as `continued`.
-    """
+    """Add the adapter that a job continues to a model that has others, of which the active one stays so. Raises
+    JobFailure: as `continued`."""
     assert spec.lora is not None
     bare = outline(spec.source, load_config(spec.source), torch.float32)  # in `model` layers are inside of adapters
     with torch.random.fork_rng():

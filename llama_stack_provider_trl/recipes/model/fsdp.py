@@ -182,11 +182,8 @@ def mixed_precision(dtype: torch.dtype | None) -> MixedPrecisionPolicy:
 
 
 def describe(model: torch.nn.Module, spec: JobSpec) -> dict[str, Any]:
-    """How the model is sharded, for the job's record, proven on the parameters themselves.
-
-    Raises:
-        JobFailure: not_sharded, where the job shards and a parameter is whole on every rank.
-    """
+    """How the model is sharded, for the job's record, proven on the parameters themselves. Raises JobFailure:
+    not_sharded, where the job shards and a parameter is whole on every rank."""
     strategy = spec.sharding.strategy if spec.sharding else "NO_SHARD"
     if not is_sharded(spec):
         return {"strategy": strategy, "ranks": spec.ranks, "sharded_parameters": 0}

@@ -144,14 +144,12 @@ class WeightStorage:
 def load_tokenizer(
     source: ModelSource, *, model: ModelSource | None = None, warn: Callable[[str], None] = lambda _: None
 ) -> PreTrainedTokenizerBase:
-    """The model's own tokenizer, with a padding token that the model has an embedding for.
+    """The model's own tokenizer, with a padding token that the model has an embedding for. Raises JobFailure:
+    invalid_model, when there is none that transformers can load.
 
     Args:
         model: that it is used with; None: the one that it lies beside.
         warn: called with what was replaced.
-
-    Raises:
-        JobFailure: invalid_model, when there is none that transformers can load.
     """
     check_tokenizer_files(source)
     try:
@@ -180,13 +178,10 @@ def load_tokenizer(
 
 def load_job_tokenizer(spec: JobSpec, warn: Callable[[str], None] = lambda _: None) -> PreTrainedTokenizerBase:
     """The tokenizer of the model that a job trains or asks, with the chat template that the job sets, or the one that
-    its adapter was trained with.
+    its adapter was trained with. Raises JobFailure: as `load_tokenizer`.
 
     Args:
         warn: as of `load_tokenizer`.
-
-    Raises:
-        JobFailure: as `load_tokenizer`.
     """
     tokenizer = load_tokenizer(spec.source, warn=warn)
     template = spec.data.chat_template
@@ -223,11 +218,7 @@ def load_teacher_tokenizer(spec: JobSpec) -> PreTrainedTokenizerBase | None:
 
 
 def load_config(source: ModelSource) -> Any:
-    """The model's configuration; reads only its config.json.
-
-    Raises:
-        JobFailure: invalid_model.
-    """
+    """The model's configuration; reads only its config.json. Raises JobFailure: invalid_model."""
     return read_config(source, source_arguments(source))
 
 
@@ -410,10 +401,7 @@ def with_depth(config: Any, layers: int) -> Any:
 
 def shallow_model(source: ModelSource, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The first two blocks of the model's architecture, with random weights; uses up no random numbers of the job.
-
-    Raises:
-        JobFailure: invalid_model.
-    """
+    Raises JobFailure: invalid_model."""
     with torch.random.fork_rng(), torch.device(device):
         config = with_depth(load_config(source), 2)
         auto, _ = auto_class(config, is_reward=False)
@@ -438,11 +426,7 @@ def load_adapter(spec: JobSpec, adapter: Path, *, as_trained: bool = False) -> P
 
 
 def load_whole(source: ModelSource, dtype: torch.dtype, *, is_reward: bool = False) -> PreTrainedModel:
-    """A model as it is on disk, in CPU memory.
-
-    Raises:
-        JobFailure: invalid_model.
-    """
+    """A model as it is on disk, in CPU memory. Raises JobFailure: invalid_model."""
     check_weights(source, is_reward=is_reward)
     check_weights_index(source.location, source.revision)
     auto, head = auto_class(load_config(source), is_reward=is_reward)
@@ -459,11 +443,8 @@ def load_whole(source: ModelSource, dtype: torch.dtype, *, is_reward: bool = Fal
 
 
 def quantize(spec: JobSpec, model: PreTrainedModel) -> dict[str, Any] | None:
-    """Quantize the model where the job does; returns what was done, for its record.
-
-    Raises:
-        JobFailure: invalid_request, where this model cannot be quantized so.
-    """
+    """Quantize the model where the job does; returns what was done, for its record. Raises JobFailure: invalid_request,
+    where this model cannot be quantized so."""
     if spec.train.qat:
         attention, mlp = linear_modules(model)
         return quantization.fake_quantize(model, [*attention, *mlp], spec.train.qat)
@@ -471,11 +452,8 @@ def quantize(spec: JobSpec, model: PreTrainedModel) -> dict[str, Any] | None:
 
 
 def adapter_config(model: PreTrainedModel, spec: LoraSpec, *, is_reward: bool = False) -> PeftConfig:
-    """PEFT's configuration of adapters for the modules that `spec` names in this model.
-
-    Raises:
-        JobFailure: invalid_request, when the model has no module of a given name, or one that LoRA cannot adapt.
-    """
+    """PEFT's configuration of adapters for the modules that `spec` names in this model. Raises JobFailure:
+    invalid_request, when the model has no module of a given name, or one that LoRA cannot adapt."""
     attention, mlp = linear_modules(model)
     unknown = [name for name in spec.target_modules if not _matching(attention + mlp, [name])]
     if unknown:

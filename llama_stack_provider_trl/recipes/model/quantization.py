@@ -108,13 +108,11 @@ def stored_quantization(config: PreTrainedConfig) -> Any:
 
 
 def refuse_quantized(config: PreTrainedConfig, model: str, *, is_quantized: bool) -> None:
-    """Refuse weights that were stored by bitsandbytes or torchao: the recipe quantizes while loading.
+    """Refuse weights that were stored by bitsandbytes or torchao: the recipe quantizes while loading. Raises
+    JobFailure: invalid_model.
 
     Args:
         is_quantized: the job quantizes weights, so that no other method is accepted either.
-
-    Raises:
-        JobFailure: invalid_model.
     """
     stored = stored_quantization(config)
     if not stored:
@@ -155,11 +153,8 @@ def check_stored(config: PreTrainedConfig, model: str, *, is_quantized: bool) ->
 
 
 def prepare_4bit_base(model: PreTrainedModel) -> dict[str, Any]:
-    """Prepare a base in 4 bits for training; returns what was quantized, for the job's record.
-
-    Raises:
-        JobFailure: invalid_request, when it has no layer that bitsandbytes can hold in 4 bits.
-    """
+    """Prepare a base in 4 bits for training; returns what was quantized, for the job's record. Raises JobFailure:
+    invalid_request, when it has no layer that bitsandbytes can hold in 4 bits."""
     layers = [module for module in model.modules() if _is_4bit(module)]
     if not layers:
         raise JobFailure(
@@ -243,11 +238,7 @@ def _check_layers(model: PreTrainedModel, modules: dict[str, torch.nn.Module], g
 
 
 def library(name: str, feature: str) -> ModuleType:
-    """Import a module of the extra `quantization`.
-
-    Raises:
-        JobFailure: invalid_request, when it is not installed.
-    """
+    """Import a module of the extra `quantization`. Raises JobFailure: invalid_request, when it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -56,25 +56,19 @@ def exports(spec: JobSpec) -> tuple[Kind, ...]:
 
 def export_dtype(spec: JobSpec, kind: Kind) -> Dtype:
     """In which numbers an export is written: those of the job, and `merged` in those of its base model where the job
-    computes in fp32 and the base has fewer bits, since nobody asked for a base of twice the size.
-
-    Raises:
-        JobFailure: invalid_model.
-    """
+    computes in fp32 and the base has fewer bits, since nobody asked for a base of twice the size. Raises JobFailure:
+    invalid_model."""
     if kind == "merged" and spec.compute.dtype == "fp32":
         return _NAMES.get(load_config(spec.source).dtype, "fp32")
     return spec.compute.dtype
 
 
 def write_configuration(model: PreTrainedModel, directory: Path, dtype: torch.dtype | None = None) -> None:
-    """Write all files of a whole model but its weights, before those: save_pretrained removes files of weights.
+    """Write all files of a whole model but its weights, before those: save_pretrained removes files of weights. Raises
+    JobFailure: invalid_model, where its configuration cannot be written; OSError: the disk is full.
 
     Args:
         dtype: that the configuration names; None: the model's own.
-
-    Raises:
-        JobFailure: invalid_model, where its configuration cannot be written.
-        OSError: the disk is full.
     """
     try:
         model.save_pretrained(directory, state_dict={})

@@ -59,13 +59,10 @@ class VllmProcess:
         self._child: subprocess.Popen[str] | None = None
 
     def start(self, settings: dict[str, Any], inherited: Sequence[int] = ()) -> None:
-        """Start vLLM with the model of its settings.
+        """Start vLLM with the model of its settings. Raises JobFailure: it cannot be started, or cannot load the model.
 
         Args:
             inherited: file descriptors that the process gets.
-
-        Raises:
-            JobFailure: it cannot be started, or cannot load the model.
         """
         try:
             self._child = subprocess.Popen(

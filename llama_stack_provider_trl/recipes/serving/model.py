@@ -72,11 +72,8 @@ class _Voice:
 
 
 class ServedModel:
-    """Loads the model. Its method `answer` may be called from any number of threads.
-
-    Raises:
-        JobFailure: the model cannot be used.
-    """
+    """Loads the model. Its method `answer` may be called from any number of threads. Raises JobFailure: the model
+    cannot be used."""
 
     def __init__(self, spec: ServeSpec) -> None:
         self._source, self._directory = spec.source, spec.adapters
@@ -219,11 +216,8 @@ class ServedModel:
         return _Voice(tokenizer, sorted({*self._own_ends, *([] if end is None else [end])}), adapter)
 
     def _remove_others(self, kind: Any) -> None:
-        """Remove the adapters in memory if they are of another kind: PEFT keeps one kind in a model.
-
-        Raises:
-            JobFailure: one of them is answering.
-        """
+        """Remove the adapters in memory if they are of another kind: PEFT keeps one kind in a model. Raises JobFailure:
+        one of them is answering."""
         if self._peft is None or all(config.peft_type == kind for config in self._peft.peft_config.values()):
             return
         adapted = {name: voice for name, voice in self._voices.items() if name is not None}

@@ -145,7 +145,8 @@ class Rewards:
         alive: Callable[[], object] = lambda: None,
         replied: Sequence[Mapping[str, Replied]] = (),
     ) -> Scores:
-        """Rewards of completions.
+        """Rewards of completions. Raises JobFailure: a function raises, or does not return a finite number for each
+        completion.
 
         Args:
             checked: of each completion, its prompt and what its checks compare it with.
@@ -153,9 +154,6 @@ class Rewards:
             row_numbers: of each completion, for messages.
             alive: called before each source, and before each completion that is checked: a check may take a second.
             replied: of each completion, as `ask`; empty: no grader asks a model.
-
-        Raises:
-            JobFailure: a function raises, or does not return a finite number for each completion.
         """
         numbers = iter(range(len(self._sources)))
         values, timed_out, without_room, errors = [], [], [], []

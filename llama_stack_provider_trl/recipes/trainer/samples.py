@@ -38,11 +38,8 @@ class PromptAnswers:
         self._trainer, self._prompts, self._most, self._heartbeat = trainer, prompts, max_new_tokens, heartbeat
 
     def take_first(self) -> list[Answer]:
-        """As `take`, before the first step: a model that cannot answer prompts is found here, not after hours.
-
-        Raises:
-            JobFailure: invalid_request.
-        """
+        """As `take`, before the first step: a model that cannot answer prompts is found here, not after hours. Raises
+        JobFailure: invalid_request."""
         try:
             return self.take()
         except (TypeError, ValueError, AttributeError, LookupError) as error:

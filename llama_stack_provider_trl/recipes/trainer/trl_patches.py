@@ -60,11 +60,8 @@ OVERRIDDEN_KTO = ("_compute_loss", "_prepare_dataset")
 
 
 def require_releases() -> None:
-    """Return if the installed releases have the private names that the recipes use.
-
-    Raises:
-        JobFailure: launch_failed, with what was found and what was expected.
-    """
+    """Return if the installed releases have the private names that the recipes use. Raises JobFailure: launch_failed,
+    with what was found and what was expected."""
     import transformers
     import trl
 

@@ -67,11 +67,7 @@ def replying_of(grader: Asking) -> Replying:
 
 
 def question_of(grader: Asking, values: Values) -> Question:
-    """What the model of a grader reads of an answer and its row.
-
-    Raises:
-        MissingValue, ValueError: as `rendered`.
-    """
+    """What the model of a grader reads of an answer and its row. Raises MissingValue, ValueError: as `rendered`."""
     messages = [
         {
             "role": "system" if message.role == "developer" else message.role,

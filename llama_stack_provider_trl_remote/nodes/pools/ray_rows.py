@@ -160,12 +160,8 @@ def json_lines(batch: Mapping[str, Sequence[str]]) -> Iterator[dict[str, list[st
 
 
 def read(order: RowsOrder) -> Blob:
-    """Read the rows of an order, and upload them. Returns their file, which is removed.
-
-    Raises:
-        TrlError: the token file or the dataset cannot be read, or the service does not take the rows.
-        OSError, and those of Ray.
-    """
+    """Read the rows of an order, and upload them. Returns their file, which is removed. Raises TrlError: the token file
+    or the dataset cannot be read, or the service does not take the rows; OSError, and those of Ray."""
     from ...client import ServiceClient  # imports aiohttp, which a service that reads this module does not need
 
     client = ServiceClient(order.service_url, read_token(order.token_file))

@@ -109,14 +109,11 @@ async def start_node(host: InventoryHost, plan: NodePlan, progress: Progress = l
 
 
 async def observe_node(host: InventoryHost) -> dict[str, Any]:
-    """Observe a machine.
+    """Observe a machine. Raises HostError.
 
     Returns:
         `state` (running, not running, or absent: it has never been a node), `pid`, number of `processes`, and of an
         agent that runs the `digest` of its wheel, its `url` and `name`.
-
-    Raises:
-        HostError.
     """
     return await _request(host, {"action": "status"}, PROBE)
 
@@ -124,16 +121,14 @@ async def observe_node(host: InventoryHost) -> dict[str, Any]:
 async def stop_node(
     host: InventoryHost, progress: Progress = lambda text: None, *, only: str | None = None
 ) -> dict[str, Any]:
-    """End the agent of a machine and everything that it started, and remove its token.
+    """End the agent of a machine and everything that it started, and remove its token. Raises HostError: also where a
+    process remains.
 
     Args:
         only: name of the node; an agent that runs there under another name is left alone.
 
     Returns:
         `state` (ended, not running, absent, or another node), and the number of processes that were `ended`.
-
-    Raises:
-        HostError: also where a process remains.
     """
     return await _request(host, {"action": "down", "only": only}, STOP, progress)
 

@@ -57,12 +57,8 @@ class Joins:
         """Lock from the check of a name until it is taken."""
 
     def join(self, caller: Caller, report: NodeReport) -> Joined:
-        """Record a node. The answer has its new credential; empty: the caller has one that is not replaced.
-
-        Raises:
-            InvalidRequest, Conflict.
-            Refused: 403, the credential of another node.
-        """
+        """Record a node. The answer has its new credential; empty: the caller has one that is not replaced. Raises
+        InvalidRequest, Conflict; Refused: 403, the credential of another node."""
         self._check_address(report)
         ours = self._versions()
         for package in VERSIONS:
@@ -118,12 +114,8 @@ class Joins:
             raise InvalidRequest("address", report.address, hint)
 
     def _check_name(self, caller: Caller, report: NodeReport, known: NodeRecord | None) -> None:
-        """Check that a join may use its name. No message here discloses anything about the other machine.
-
-        Raises:
-            Conflict: it is another node's.
-            Refused: 403, the caller is another node.
-        """
+        """Check that a join may use its name. No message here discloses anything about the other machine. Raises
+        Conflict: it is another node's; Refused: 403, the caller is another node."""
         name, same_machine = report.name, known is not None and known.machine_id == report.machine_id
         if caller.node is not None and caller.node != name:
             raise Refused(403, f"this credential is another node's: only {name!r} itself may join under this name")

@@ -50,13 +50,8 @@ class Polls:
         self._loads, self._order, self._logs, self._clock = loads, order, logs, clock
 
     def node_of(self, name: str, poll: Poll) -> NodeRecord:
-        """The node that polls. The errors may arise while the call waits for its answer.
-
-        Raises:
-            NotFound.
-            Gone: it was removed.
-            Conflict: it has not joined since it was started.
-        """
+        """The node that polls. The errors may arise while the call waits for its answer. Raises NotFound; Gone: it was
+        removed; Conflict: it has not joined since it was started."""
         try:
             record = self._nodes.get(name)
         except NotFound:

@@ -55,11 +55,8 @@ class ReportedPart:
 
 
 def observation(values: Mapping[str, Any]) -> Observation:
-    """Read the result of `dataclasses.asdict`. Long texts are cut.
-
-    Raises:
-        ValueError: a value is missing, has a wrong type, or is no possible exit code or rank.
-    """
+    """Read the result of `dataclasses.asdict`. Long texts are cut. Raises ValueError: a value is missing, has a wrong
+    type, or is no possible exit code or rank."""
     if unknown := set(values) - set(Observation.__dataclass_fields__):
         raise ValueError(f"an observation has the unknown fields {', '.join(sorted(unknown))[:100]}")
     found = _OBSERVATION.validate_python(dict(values))

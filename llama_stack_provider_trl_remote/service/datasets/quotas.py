@@ -104,12 +104,8 @@ class Quotas:
 
     @asynccontextmanager
     async def arriving(self, owner: str, announced: int) -> AsyncIterator[Callable[[int], None]]:
-        """Require room for an upload; yields a function that a thread calls with the number of each part of it.
-
-        Raises:
-            LimitReached: as many uploads as may are under way.
-            QuotaReached: also from that function.
-        """
+        """Require room for an upload; yields a function that a thread calls with the number of each part of it. Raises
+        LimitReached: as many uploads as may are under way; QuotaReached: also from that function."""
         unchecked = 0
 
         def arrived(count: int) -> None:

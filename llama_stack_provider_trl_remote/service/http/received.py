@@ -63,11 +63,8 @@ class BodyMemory:
 
     @asynccontextmanager
     async def reserved(self, size: int, caller: str = "") -> AsyncIterator[None]:
-        """Reserve memory for a body, for as long as the block lasts.
-
-        Raises:
-            HTTPException: 503, memory was not free in time.
-        """
+        """Reserve memory for a body, for as long as the block lasts. Raises HTTPException: 503, memory was not free in
+        time."""
         size = min(size, self._total)
         await self._take(size, caller)
         try:
@@ -189,10 +186,7 @@ class Received(Request):
 
     async def _receive_in_time(self) -> bytes:
         """As `_receive_all`, within `_GRACE` seconds and one more for every `_BYTES_PER_SECOND` that were received.
-
-        Raises:
-            HTTPException: 408.
-        """
+        Raises HTTPException: 408."""
         begun = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(_GRACE) as bound:

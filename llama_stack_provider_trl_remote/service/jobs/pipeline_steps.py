@@ -47,11 +47,8 @@ class PipelineJob:
 
 
 def steps_of(body: Mapping[str, Any]) -> list[PipelineJob]:
-    """The jobs of a pipeline, each after those that it depends on.
-
-    Raises:
-        InvalidRequest: names the job and the field.
-    """
+    """The jobs of a pipeline, each after those that it depends on. Raises InvalidRequest: names the job and the
+    field."""
     jobs = _jobs(body)
     if len(jobs) > MOST:
         raise InvalidRequest(JOBS, len(jobs), f"expected at most {MOST} jobs: divide the pipeline")

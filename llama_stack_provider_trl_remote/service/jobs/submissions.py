@@ -61,14 +61,11 @@ class Submissions:
         self._rows, self._datasets, self._quotas, self._space = rows, datasets, quotas, space
 
     async def submit(self, body: JobBody, caller: Caller, mark: str | None = None) -> None:
-        """Queue a job.
+        """Queue a job. Raises The errors of `submission.submit`; InvalidRequest: a priority that the caller may not
+        use, too.
 
         Args:
             mark: text of its metadata under the reserved name, which no request can set; None: none.
-
-        Raises:
-            The errors of `submission.submit`.
-            InvalidRequest: a priority that the caller may not use, too.
         """
         await in_work_thread(self._quotas.require, caller.name, 0)
         with self._quotas.taking(caller.name) as take:

@@ -73,11 +73,8 @@ class AuditLog:
         """Forces full files to disk."""
 
     def open(self) -> int:
-        """Continue the newest file, without its torn or damaged end. Returns the number of bytes cut off.
-
-        Raises:
-            OSError.
-        """
+        """Continue the newest file, without its torn or damaged end. Returns the number of bytes cut off. Raises
+        OSError."""
         self._writer.start()
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.chmod(self.directory, 0o700)

@@ -308,11 +308,7 @@ async def _while_valid(caller: Caller, body: Body, answer: ResponseState, handle
 
 def _check_names(scope: Scope) -> None:
     """Refuse paths and parameters with characters that are not printed. They are names, and whether a pattern of a path
-    matches must not depend on how it treats line ends.
-
-    Raises:
-        Refused: 400.
-    """
+    matches must not depend on how it treats line ends. Raises Refused: 400."""
     if problem := problem_of_name(scope["path"]):
         raise Refused(400, f"the path has a control character, or is too long: {problem}")
     try:
@@ -327,11 +323,7 @@ def _check_names(scope: Scope) -> None:
 
 
 def _check_length(headers: Headers) -> None:
-    """Refuse a body with two lengths: memory is reserved for one, and the other is received.
-
-    Raises:
-        Refused: 400.
-    """
+    """Refuse a body with two lengths: memory is reserved for one, and the other is received. Raises Refused: 400."""
     if "content-length" in headers and "transfer-encoding" in headers:
         raise Refused(
             400,

@@ -115,14 +115,11 @@ def read_page(store: Store, job_uuid: str, after: Cursor, limit: int, size: int 
 
 
 def read_back(store: Store, job_uuid: str, before: Cursor | None, limit: int) -> list[Line]:
-    """Read the events before a cursor, the last one first: at most `limit`.
+    """Read the events before a cursor, the last one first: at most `limit`. Raises JobNotFound; InvalidRequest: the
+    cursor is not one of this job's.
 
     Args:
         before: the cursor of an event, which is left out; None: all of them.
-
-    Raises:
-        JobNotFound.
-        InvalidRequest: the cursor is not one of this job's.
     """
     _, files = store.event_files(job_uuid)
     if before is not None and before.attempt not in {file.attempt for file in files}:

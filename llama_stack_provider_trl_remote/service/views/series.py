@@ -49,15 +49,12 @@ def read_series(
     end: int = LAST_STEP,
     growing: Growing | None = None,
 ) -> SeriesResponse:
-    """The curves of a job between two steps.
+    """The curves of a job between two steps. Raises JobNotFound.
 
     Args:
         metrics: their names; empty: all.
         points: that a curve may have at most.
         growing: keeps the points of jobs that run, of which only the new ones are read.
-
-    Raises:
-        JobNotFound.
     """
     with store.snapshot():  # events and points are stored together: the cursor is exactly behind these points
         _, (cursor,) = read_states(store, [job_uuid])

@@ -91,11 +91,8 @@ class Chains:
 
 
 def insert_predecessors(execute: Execute, spec: JobSpec) -> None:
-    """Store what a new job comes after, in the transaction that stores the job.
-
-    Raises:
-        InvalidRequest: one of these jobs does not exist, or can never complete.
-    """
+    """Store what a new job comes after, in the transaction that stores the job. Raises InvalidRequest: one of these
+    jobs does not exist, or can never complete."""
     read = spec.jobs_read
     for position, name in enumerate(spec.after):
         found = execute("select_state", {"job_uuid": name}).fetchone()
