@@ -150,11 +150,7 @@ async def _submit(
     models: list[Base] | None,
     admit: Callable[[], object],
 ) -> bool:
-    """As `submit`, for a request that was not stored before.
-
-    Args:
-        rows: stores parts of the dataset.
-    """
+    """As `submit`, for a request that was not stored before. `rows` stores parts of the dataset."""
     wants_search = isinstance(request, Request) and request.hyperparam_search_config
     if wants_search and (search := await in_work_thread(resolve_search, request, options)):
         if options.evaluate is not None:

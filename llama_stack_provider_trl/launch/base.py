@@ -129,11 +129,8 @@ class Launcher(Protocol):
         OSError: the request cannot be written."""
 
     def sweep(self, root: Path, keep: Collection[Path]) -> list[Path]:
-        """End every process of a task whose run directory is below `root` and not in `keep`.
-
-        Returns:
-            The run directories of the tasks that were ended.
-        """
+        """End every process of a task whose run directory is below `root` and not in `keep`. Returns the run
+        directories of the tasks that were ended."""
 
     def cancel(self, task: TaskSpec) -> None:
         """Request the end of the task: SIGTERM, then SIGKILL 3 s later, for all its processes. Returns immediately.

@@ -204,11 +204,8 @@ class WarmProcesses:
     def start(
         self, python: str | None, argv: Sequence[str], environ: Mapping[str, str], cwd: Path, output: int
     ) -> int | None:
-        """Have a runner started, without its interpreter in `argv`.
-
-        Returns:
-            The exit code of its first process; None: it has to be started cold.
-        """
+        """Have a runner started, without its interpreter in `argv`. Returns the exit code of its first process; None:
+        it has to be started cold."""
         python = python or sys.executable
         with self._lock:
             process = self._find(python, environ)

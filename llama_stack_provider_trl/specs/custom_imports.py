@@ -166,10 +166,7 @@ def _load[T](attempt: _Attempt[T], module: str, load: Callable[[], T], what: str
 
 def _tried_elsewhere(module: str) -> str:
     """Import a module in another process first: one that ends its process, or never ends, must not do that here.
-
-    Returns:
-        Why it cannot be imported; empty: it can, or it raises an error, as it will here.
-    """
+    Returns why it cannot be imported; empty: it can, or it raises an error, as it will here."""
     read, write = os.pipe()
     try:
         child = subprocess.Popen(

@@ -304,11 +304,8 @@ def point_latest(directory: Path, name: str) -> None:
 
 
 def put_in_place(staging: Path, target: Path, check: Callable[[], None] = lambda: None) -> None:
-    """Make a complete directory visible under its name, in one step; an existing one of the name is replaced.
-
-    Args:
-        check: called when all files are on the disk, as late as possible; where it raises, nothing becomes visible.
-    """
+    """Make a complete directory visible under its name, in one step; an existing one of the name is replaced. `check`
+    is called when all files are on the disk, as late as possible; where it raises, nothing becomes visible."""
     fsync_tree(staging)
     check()
     old = target.with_name(f"{target.name}.old")

@@ -290,7 +290,6 @@ class CostlyWork:
         per_caller: of one caller.
         queue: requests of one caller that may have such work at once; a user behind it may have half as many.
         cpu_seconds: that one caller may use per minute in `system.limited`; None: any number.
-        clock: seconds, monotonic.
     """
 
     def __init__(

@@ -45,12 +45,8 @@ _OF_ROWS = (Reason.invalid_dataset, Reason.invalid_model)
 
 
 def check(options: Namespace) -> int:
-    """Check the rows of a file.
-
-    Returns:
-        0: every row trains, and every trained turn is as at inference. 1: not so, with a sentence on standard error.
-        2: that is not known, since the file, the model or an option cannot be used.
-    """
+    """Check the rows of a file. Returns 0: every row trains, and every trained turn is as at inference. 1: not so, with
+    a sentence on standard error. 2: that is not known, since the file, the model or an option cannot be used."""
     try:
         check_interpreter(None)
         with tempfile.TemporaryDirectory(prefix="trl-check-") as directory:

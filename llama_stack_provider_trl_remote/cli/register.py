@@ -45,11 +45,8 @@ async def show_registered(
     provider: str | None,
     show: Callable[[dict[str, Any]], None] | None,
 ) -> None:
-    """Register a model of the service, and print its name in Llama Stack.
-
-    Args:
-        show: prints it as an object; None: a sentence is printed.
-    """
+    """Register a model of the service, and print its name in Llama Stack. `show` prints it as an object; None: a
+    sentence is printed."""
     found = await stack.register(model, client, provider)
     if show is not None:
         show({"model": found.model, "url": stack.url, "listed": found.is_listed})

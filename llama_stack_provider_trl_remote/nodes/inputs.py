@@ -23,11 +23,7 @@ _fetching: WeakValueDictionary[Path, asyncio.Lock] = WeakValueDictionary()
 
 
 class Inputs:
-    """The input files of one task on this node.
-
-    Args:
-        note_detail: called with the current download.
-    """
+    """The input files of one task on this node. `note_detail` is called with the current download."""
 
     def __init__(self, paths: PathMap, calls: NodeClient, note_detail: Callable[[str], None]) -> None:
         self._paths, self._calls, self._note_detail = paths, calls, note_detail

@@ -52,11 +52,7 @@ class _FilePlace(NamedTuple):
 
 
 class OpenAIFiles:
-    """The files of a service.
-
-    Args:
-        store: has the jobs whose metrics are files.
-    """
+    """The files of a service. `store` has the jobs whose metrics are files."""
 
     def __init__(self, registry: DatasetRegistry, uploads: RowUploads, blobs: Blobs, store: Store) -> None:
         self._registry, self._uploads, self._blobs, self._store = registry, uploads, blobs, store

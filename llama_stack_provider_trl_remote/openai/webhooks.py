@@ -69,7 +69,6 @@ class WebhookSender:
     """The receivers of a service, each with a thread.
 
     Args:
-        clock: seconds since the epoch.
         send: sends a body with headers; raises Undelivered.
     """
 

@@ -181,11 +181,7 @@ def stored_shard(
     dataset: DatasetRef, shard: ShardSpec, put: Callable[[Path, Iterable[bytes]], Blob] = put_lines
 ) -> DatasetRef:
     """Store a part of a dataset beside it, with its rows in their order. Raises InvalidRequest: there are more parts
-    than rows; OSError: the part cannot be written.
-
-    Args:
-        put: stores rows, as `put_lines` does.
-    """
+    than rows; OSError: the part cannot be written. `put` stores rows, as `put_lines` does."""
     refuse_more_shards(dataset.dataset_id, shard, dataset.num_rows)
     with open(dataset.path, "rb") as file:
         lines = (line for number, line in enumerate(file) if number % shard.count == shard.index)

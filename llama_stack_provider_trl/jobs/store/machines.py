@@ -24,11 +24,7 @@ _UNUSED_CREDENTIALS = 4
 
 
 class Nodes:
-    """The nodes of a job database. Every method may raise StoreError.
-
-    Args:
-        clock: seconds since the epoch.
-    """
+    """The nodes of a job database. Every method may raise StoreError."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
@@ -190,11 +186,7 @@ KEPT_SECONDS = 31 * 24 * 3600.0
 
 
 class Allocations:
-    """The allocations of a job database. Every method may raise StoreError.
-
-    Args:
-        clock: seconds since the epoch.
-    """
+    """The allocations of a job database. Every method may raise StoreError."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database

@@ -63,9 +63,6 @@ class JobReader:
     """Queries about jobs. Safe to share between threads.
 
     Every method may raise StoreError: the file cannot be opened or read.
-
-    Args:
-        clock: seconds since the epoch.
     """
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:

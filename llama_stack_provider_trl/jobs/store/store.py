@@ -66,9 +66,6 @@ class Store(JobReader):
 
     Every method may raise StoreError: the file cannot be opened, read or written.
 
-    Args:
-        clock: seconds since the epoch.
-
     Attributes:
         nodes: the machines that have joined.
         tasks: the parts of attempts that these machines run.
@@ -480,11 +477,8 @@ class Store(JobReader):
                 execute("change_waiting", row)
 
     def apply_events(self, job_uuid: str, attempt: int, events: Sequence[Event], new_offset: int) -> bool:
-        """Store events and the cursor behind them in one transaction; a repeated event counts once.
-
-        Returns:
-            False, and nothing changes, if the attempt is not the current one or the events are stored already.
-        """
+        """Store events and the cursor behind them in one transaction; a repeated event counts once. Returns False, and
+        nothing changes, if the attempt is not the current one or the events are stored already."""
         key = {"job_uuid": job_uuid, "attempt": attempt}
         with self.database.transaction() as execute:
             applied = execute("advance_cursor", {**key, "offset": new_offset}).rowcount == 1

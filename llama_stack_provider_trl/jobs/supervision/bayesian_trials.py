@@ -113,7 +113,6 @@ class Proposals:
     Args:
         settings: later trials are resolved with them.
         start: has a question answered, without waiting for that.
-        clock: seconds that never run backwards.
         begin: has a function called, without waiting for that.
     """
 

@@ -139,10 +139,7 @@ def read_from_first(
     path: Path, tensors: Mapping[str, torch.Tensor], broadcast: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     """Do what `read_into` does, from a file that only rank 0 can read. A collective; one tensor at a time is whole.
-
-    Args:
-        broadcast: gives a tensor in CPU memory rank 0's values.
-    """
+    `broadcast` gives a tensor in CPU memory rank 0's values."""
     is_first = dist.get_rank() == 0
     for name, tensor in sorted(tensors.items()):
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)

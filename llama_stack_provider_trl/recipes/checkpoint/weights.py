@@ -120,11 +120,8 @@ class WeightGroups:
         """Tensors without data, by name."""
 
     def values(self, heartbeat: Callable[[], None] = lambda: None) -> Iterator[dict[str, torch.Tensor]]:
-        """The groups in CPU memory on rank 0, empty ones on the others. Every rank must iterate.
-
-        Args:
-            heartbeat: called after every weight.
-        """
+        """The groups in CPU memory on rank 0, empty ones on the others. Every rank must iterate. `heartbeat` is called
+        after every weight."""
         for names, planned in zip(self._names, self.planned, strict=True):
             weights = {name: self._sources[name].whole() for name in names}
             heartbeat()

@@ -83,11 +83,7 @@ class TokenCache:
 
     def get(self, key: str, columns: tuple[str, ...], write: Callable[[Add], dict[str, Any]]) -> CachedRows:
         """The entry of a key. Raises NotCached: the disk is full, or the directory cannot be used; the exceptions of
-        `write`.
-
-        Args:
-            write: called where there is none: adds the rows, and returns the notes.
-        """
+        `write`. `write` is called where there is none: it adds the rows, and returns the notes."""
         return self._get(key, columns, partial(self._write, key, columns, write))
 
     def get_sharded(
@@ -136,11 +132,7 @@ class TokenCache:
         self, key: str, number: int, columns: tuple[str, ...], write: Callable[[Add], dict[str, Any]]
     ) -> None:
         """Write a shard of an entry that another process, or this one, is writing. Raises NotCached, and the exceptions
-        of `write`.
-
-        Args:
-            write: adds the rows, and returns the shard's notes.
-        """
+        of `write`. `write` adds the rows, and returns the shard's notes."""
         staging = self._staging(key)
         part = _shard(staging, number, f".{os.getpid()}.part")
         with self._own_disk():

@@ -198,11 +198,8 @@ def default_chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 class Chat:
-    """A tokenizer and its chat template, with counts of what the template changed.
-
-    Args:
-        images: reads the images of conversations; None: the model reads none.
-    """
+    """A tokenizer and its chat template, with counts of what the template changed. `images` reads the images of
+    conversations; None: the model reads none."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, images: Images | None = None) -> None:
         self.tokenizer, self.images = tokenizer, images

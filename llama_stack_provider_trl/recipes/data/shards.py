@@ -52,11 +52,7 @@ class ShardedRows:
 
     def write(self, number: int, rows: RowRange, show: Callable[[int], None]) -> None:
         """Tokenize and store one shard. Raises JobFailure, InvalidRows: as `tokenize`; NotCached: the disk cannot hold
-        it.
-
-        Args:
-            show: called with the rows of it that are done.
-        """
+        it. `show` is called with the rows of it that are done."""
         cache = TokenCache(self.directory, self.spec.lifecycle.min_free_bytes, lambda note: None)
 
         def write(add: Add) -> Counts:

@@ -213,10 +213,7 @@ class WrittenLora:
 
 def check_written(config: Any, lora: Lora, kind: GgufType, written: WrittenLora) -> float:
     """Compare a file with PEFT's adapter, weight by weight. Raises JobFailure: export_failed, with what differs.
-
-    Returns:
-        The largest difference of a weight's change, as a fraction of its norm.
-    """
+    Returns the largest difference of a weight's change, as a fraction of its norm."""
     expected = {
         "general.architecture": _architecture(config),
         "general.type": "adapter",

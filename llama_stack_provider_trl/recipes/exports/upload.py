@@ -132,11 +132,8 @@ def _to_hub(directory: Path, files: dict[str, _File], destination: Destination, 
     faults.reach("uploading")
 
     def committed(revision: str) -> tuple[str, str]:
-        """Commit the files to a branch, and read back what the hub has. The second time it has the large ones.
-
-        Returns:
-            The commit, and the first file that has other bytes in it; empty: none has.
-        """
+        """Commit the files to a branch, and read back what the hub has. The second time it has the large ones. Returns
+        the commit, and the first file that has other bytes in it; empty: none has."""
         operations = [CommitOperationAdd(path_in_repo=one, path_or_fileobj=directory / one) for one in files]
         message = f"Upload {job_uuid}"
         commit = asked(

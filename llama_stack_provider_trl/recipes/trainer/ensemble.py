@@ -51,11 +51,7 @@ class EnsembleRecipe(SftRecipe):
 
     def add_members(self, load: Callable[[JobSpec, torch.device], Any]) -> None:
         """Load the members after the first. Those with LoRA on the same base share it. Raises JobFailure: as for the
-        first one.
-
-        Args:
-            load: loads the policy of a job (`recipes.build.load_policy`).
-        """
+        first one. `load` loads the policy of a job (`recipes.build.load_policy`)."""
         first, *others = self._members
         shared: dict[Any, Any] = {_base_of(first): self.model}
         for number, member in enumerate(others, 2):

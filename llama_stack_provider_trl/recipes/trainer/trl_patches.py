@@ -314,12 +314,8 @@ def every_position() -> Iterator[None]:
 
 @contextmanager
 def computing_heads(compute: Callable[[Head, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
-    """While this is open, a function computes what fused heads do.
-
-    Args:
-        compute: gets a `recipes.fast.head.Head` and the targets, shape (tokens,); returns their log-probabilities, and
-            whether each is the most probable token.
-    """
+    """While this is open, a function computes what fused heads do. `compute` gets a `recipes.fast.head.Head` and the
+    targets, shape (tokens,); returns their log-probabilities, and whether each is the most probable token."""
     import torch
     import trl.trainer.utils as utils
 

@@ -109,12 +109,8 @@ async def start_node(host: InventoryHost, plan: NodePlan, progress: Progress = l
 
 
 async def observe_node(host: InventoryHost) -> dict[str, Any]:
-    """Observe a machine. Raises HostError.
-
-    Returns:
-        `state` (running, not running, or absent: it has never been a node), `pid`, number of `processes`, and of an
-        agent that runs the `digest` of its wheel, its `url` and `name`.
-    """
+    """Observe a machine. Raises HostError. Returns `state` (running, not running, or absent: it has never been a node),
+    `pid`, number of `processes`, and of an agent that runs the `digest` of its wheel, its `url` and `name`."""
     return await _request(host, {"action": "status"}, PROBE)
 
 

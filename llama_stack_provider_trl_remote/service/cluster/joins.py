@@ -35,7 +35,6 @@ class Joins:
         on_loopback: whether the service listens for this machine alone.
         versions: of the packages that nodes must have too; called at the first join.
         wake: has the supervisor check the jobs now.
-        clock: seconds since the epoch.
     """
 
     def __init__(

@@ -48,7 +48,6 @@ class Cluster:
         cpus: of this machine, until its agent has reported them.
         slices: those of its devices that are MIG slices.
         closed: the reason for which a pool lets a node take no jobs; empty: it does.
-        clock: seconds since the epoch.
     """
 
     def __init__(

@@ -29,11 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Polls:
-    """Records what polls report, and reads the orders of their nodes.
-
-    Args:
-        clock: seconds since the epoch.
-    """
+    """Records what polls report, and reads the orders of their nodes."""
 
     def __init__(
         self,

@@ -104,11 +104,7 @@ class _Upload:
 
 
 class PartUploads:
-    """The uploads in parts of a service. The declared bytes count for the token from the beginning.
-
-    Args:
-        clock: seconds since the epoch.
-    """
+    """The uploads in parts of a service. The declared bytes count for the token from the beginning."""
 
     def __init__(
         self,

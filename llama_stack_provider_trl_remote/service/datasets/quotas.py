@@ -182,11 +182,8 @@ class JobAllowance(Allowance):
 
 
 class HeldRows:
-    """Rows that a request stores or has found, until they are recorded or refused.
-
-    Args:
-        hold: is called with this and the digest of each.
-    """
+    """Rows that a request stores or has found, until they are recorded or refused. `hold` is called with this and the
+    digest of each."""
 
     def __init__(self, hold: Callable[[HeldRows, str], None]) -> None:
         self._hold = hold

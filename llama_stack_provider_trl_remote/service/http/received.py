@@ -204,11 +204,8 @@ class Received(Request):
             ) from None
 
     async def _receive_all(self, note: Callable[[int], None]) -> bytes:
-        """Receive the body. One that is too large for memory goes to a file, and a byte stands for it.
-
-        Args:
-            note: called with the number of bytes received so far.
-        """
+        """Receive the body. One that is too large for memory goes to a file, and a byte stands for it. `note` is called
+        with the number of bytes received so far."""
         data = bytearray()
         count = 0
         file: BinaryIO | None = None

@@ -61,7 +61,7 @@ class Submissions:
         self._rows, self._datasets, self._quotas, self._space = rows, datasets, quotas, space
 
     async def submit(self, body: JobBody, caller: Caller, mark: str | None = None) -> None:
-        """Queue a job. Raises The errors of `submission.submit`; InvalidRequest: a priority that the caller may not
+        """Queue a job. Raises the errors of `submission.submit`; InvalidRequest: a priority that the caller may not
         use, too.
 
         Args:

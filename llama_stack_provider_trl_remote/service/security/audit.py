@@ -55,7 +55,6 @@ class AuditLog:
     Args:
         max_bytes: of one file.
         max_files: that are kept.
-        clock: seconds since the epoch.
     """
 
     def __init__(self, directory: Path, max_bytes: int, max_files: int, clock: Callable[[], float] = time.time) -> None:
@@ -289,9 +288,6 @@ class Refusals:
     only the sum is written, so that a flood neither fills the disk nor displaces the history.
 
     Nothing waits for a line: where the disk hangs, refusals are counted until it answers.
-
-    Args:
-        clock: seconds, monotonic.
     """
 
     def __init__(self, audit: AuditLog, clock: Callable[[], float] = time.monotonic) -> None:

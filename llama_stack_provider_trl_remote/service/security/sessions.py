@@ -56,7 +56,6 @@ class Sessions:
 
     Args:
         known: the tokens whose callers may have sessions.
-        clock: seconds since the epoch.
     """
 
     def __init__(self, path: Path, known: Iterable[KnownTokens] = (), clock: Callable[[], float] = time.time) -> None:

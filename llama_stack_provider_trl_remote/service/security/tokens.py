@@ -36,11 +36,7 @@ class _Known:
 
 
 class CreatedTokens:
-    """Authenticates with the created tokens, and creates and revokes them.
-
-    Args:
-        clock: seconds since the epoch.
-    """
+    """Authenticates with the created tokens, and creates and revokes them."""
 
     def __init__(self, tokens: Tokens, settings: ServiceSettings, clock: Callable[[], float] = time.time) -> None:
         self._tokens = tokens

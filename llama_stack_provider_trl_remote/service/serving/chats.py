@@ -187,11 +187,8 @@ class Chats:
 
 
 async def unless_left[Found](work: Coroutine[Any, Any, Found], left: Coroutine[Any, Any, None]) -> Found | None:
-    """What a request orders; None: its client is gone, and the work is cancelled.
-
-    Args:
-        left: returns when the client is gone.
-    """
+    """What a request orders; None: its client is gone, and the work is cancelled. `left` returns when the client is
+    gone."""
     working, leaving = asyncio.create_task(work), asyncio.create_task(left)
     try:
         await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
@@ -245,11 +242,8 @@ class BegunAnswer:
         await self._stack.aclose()
 
     async def whole(self, left: Coroutine[Any, Any, None]) -> Json | None:
-        """The answer in one piece; None: its client is gone. Raises ChatRefused, NotServed.
-
-        Args:
-            left: returns when the client is gone.
-        """
+        """The answer in one piece; None: its client is gone. Raises ChatRefused, NotServed. `left` returns when the
+        client is gone."""
         try:
             return await unless_left(self._collected(), left)
         finally:

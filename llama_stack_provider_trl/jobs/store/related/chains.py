@@ -33,7 +33,6 @@ class Chains:
 
     Args:
         now: seconds since the epoch.
-        clock: monotonic seconds.
     """
 
     def __init__(
@@ -59,11 +58,8 @@ class Chains:
         return {name for row in rows for name in row["base"].split(_BETWEEN)}
 
     def advance(self, end: Callable[[Blocked, JobState, Reason | None, str], object]) -> None:
-        """Release the jobs that wait for none any longer, and end those that can never start.
-
-        Args:
-            end: ends a job in a state, with its reason and a message.
-        """
+        """Release the jobs that wait for none any longer, and end those that can never start. `end` ends a job in a
+        state, with its reason and a message."""
         if not (blocked := self.blocked()):
             return
         decided = decide(blocked)
