@@ -37,13 +37,11 @@ from .records import (
     SamplesRecord,
 )
 from .row_mapping import (
-    attempt_record,
-    checkpoint_record,
     job_record,
     job_summary,
     listed_job,
     point_record,
-    rollout_record,
+    record_of,
     running_job,
     samples_record,
     waiting_job,
@@ -298,7 +296,9 @@ class JobReader:
 
     def attempts(self, job_uuid: str) -> Sequence[AttemptRecord]:
         """Every attempt at a job, the first one first."""
-        return [attempt_record(row) for row in self.database.select("select_attempts", {"job_uuid": job_uuid})]
+        return [
+            record_of(AttemptRecord, row) for row in self.database.select("select_attempts", {"job_uuid": job_uuid})
+        ]
 
     def seconds_trained(self, job_uuid: str) -> float:
         """Seconds of training in all attempts that have ended."""
@@ -310,7 +310,7 @@ class JobReader:
         rows = self.database.select("select_checkpoints", {"job_uuid": job_uuid})
         if not rows:
             self.get(job_uuid)
-        return [checkpoint_record(row) for row in rows]
+        return [record_of(CheckpointRecord, row) for row in rows]
 
     def with_result(self, names: Iterable[str]) -> set[str]:
         """Those of some jobs that have a listed checkpoint `final`."""
@@ -428,7 +428,7 @@ def read_rollouts(jobs: JobReader, job_uuid: str, limit: int, offset: int) -> tu
     `offset`."""
     rows = jobs.database.select("select_rollouts", {"job_uuid": job_uuid, "limit": limit, "offset": offset})
     (count,) = jobs.database.select("count_rollouts", {"job_uuid": job_uuid})
-    return [rollout_record(row) for row in rows], count["sets"]
+    return [RolledOut.model_validate_json(row["answers"]) for row in rows], count["sets"]
 
 
 def read_warnings(jobs: JobReader, job_uuid: str) -> Sequence[tuple[int, str]]:

@@ -9,12 +9,13 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ...errors import JobConflict, LimitReached
+from ...errors import DamagedRecord, JobConflict, JobNotFound, LimitReached, StoreError, shortage_of
 from ...requests.trackers import TrackerChoice
 from ...specs.events import Event, Reason
 from ...specs.job import JobSpec
@@ -30,7 +31,7 @@ from .monitoring.totals import WAIT, Totals, observed
 from .monitoring.webhooks import Webhooks
 from .reader import JobReader, QueueAhead, digest_conflict, mentioned_digests
 from .records import CheckpointRecord, JobRecord
-from .related.cancels import CancelOrders, record_kept, request_cancel
+from .related.cancels import CancelOrder, CancelOrders
 from .related.chains import Chains, insert_predecessors
 from .related.searches import NewTrial, Searches, insert_trial, refuse_names_to_come
 from .row_mapping import statements
@@ -133,30 +134,20 @@ class Store(JobReader):
             LimitReached: `created_by` has `max_waiting` waiting jobs.
             StoreError: some of `needed` are gone.
         """
-        new = NewJob(spec, request_digest, warnings, needed, trackers)
-        with self.database.transaction() as execute:
-            return self._add_job(execute, new, created_by, max_waiting, then, admit, counted)
+        jobs = [NewJob(spec, request_digest, warnings, needed, trackers), *([] if then is None else [then])]
 
-    def _add_job(
-        self,
-        execute: Execute,
-        new: NewJob,
-        created_by: str,
-        max_waiting: int | None,
-        then: NewJob | None,
-        admit: Callable[[], object],
-        counted: Mapping[str, int],
-    ) -> bool:
-        refuse_names_to_come(execute, [new.spec.job_uuid, *([] if then is None else [then.spec.job_uuid])])
-        created = self._add(execute, new, created_by, max_waiting)
-        if created:
+        def add(execute: Execute) -> bool:
+            refuse_names_to_come(execute, [job.spec.job_uuid for job in jobs])
+            if not self._add(execute, jobs[0], created_by, max_waiting):
+                return False
             admit()
-        if created and then is not None and not self._add(execute, then, created_by, max_waiting):
-            raise digest_conflict(then.spec.job_uuid)
-        if created:
-            use_rows([new, *([] if then is None else [then])])
+            if then is not None and not self._add(execute, then, created_by, max_waiting):
+                raise digest_conflict(then.spec.job_uuid)
+            use_rows(jobs)
             count_rows(execute, created_by, counted)
-        return created
+            return True
+
+        return self._store(created_by, jobs, add)
 
     def add_search(
         self,
@@ -167,29 +158,27 @@ class Store(JobReader):
         counted: Mapping[str, int] = MappingProxyType({}),
     ) -> bool:
         """Store a search and queue its trials, all or none of them. As `add_job`."""
-        with self.database.transaction() as execute:
-            return self._add_search(execute, search, trials, created_by, max_waiting, counted)
+        jobs = [search, *(job for _, job in trials)]
 
-    def _add_search(
-        self,
-        execute: Execute,
-        search: NewJob,
-        trials: Sequence[tuple[NewTrial, NewJob]],
-        created_by: str,
-        max_waiting: int | None,
-        counted: Mapping[str, int],
-    ) -> bool:
-        refuse_names_to_come(execute, [search.spec.job_uuid])
-        if not self._add(execute, search, created_by, None):
-            return False
-        execute("start_search", {"job_uuid": search.spec.job_uuid, "now": self._clock()})
-        for new, job in trials:
-            if not self._add(execute, job, created_by, max_waiting):
-                raise digest_conflict(job.spec.job_uuid)
-            insert_trial(execute, search.spec, job.spec, new)
-        use_rows([search, *(job for _, job in trials)])
-        count_rows(execute, created_by, counted)
-        return True
+        def add(execute: Execute) -> bool:
+            refuse_names_to_come(execute, [search.spec.job_uuid])
+            if not self._add(execute, search, created_by, None):
+                return False
+            execute("start_search", {"job_uuid": search.spec.job_uuid, "now": self._clock()})
+            for new, job in trials:
+                if not self._add(execute, job, created_by, max_waiting):
+                    raise digest_conflict(job.spec.job_uuid)
+                insert_trial(execute, search.spec, job.spec, new)
+            use_rows(jobs)
+            count_rows(execute, created_by, counted)
+            return True
+
+        return self._store(created_by, jobs, add)
+
+    def _store(self, created_by: str, jobs: Sequence[NewJob], add: Callable[[Execute], bool]) -> bool:
+        """Store jobs of a token in one transaction, as `add` does. Returns whether they are new."""
+        with self.database.transaction() as execute:
+            return add(execute)
 
     def add_trials(self, search: JobRecord, trials: Sequence[tuple[NewTrial, NewJob]]) -> bool:
         """Queue further trials of a search, all or none of them. They count as waiting jobs of its owner, without a
@@ -324,11 +313,47 @@ class Store(JobReader):
             JobConflict: the job has completed or failed.
             StoreError: the cancel is in the memory of this process only.
         """
-        return request_cancel(self, job_uuid, message)
+        try:
+            return self._record_cancel(job_uuid, message)
+        except StoreError as error:
+            if shortage_of(error) is None:
+                raise
+            return self._keep_cancel(job_uuid, message, error)
 
     def record_kept_cancels(self) -> None:
         """Record the cancels that the database could not record before. Raises StoreError: it still cannot."""
-        record_kept(self)
+        for order in self.cancels.pending():
+            try:
+                with suppress(JobNotFound, JobConflict):
+                    if self.get(order.job_uuid).age == order.age:
+                        self._record_cancel(order.job_uuid, order.message)
+            except DamagedRecord:
+                continue  # logged; it holds up no other job, and its cancel stays in case it is repaired
+            self.cancels.remove(order)
+
+    def _record_cancel(self, job_uuid: str, message: str) -> JobRecord:
+        while True:
+            job = self.get(job_uuid)
+            if job.state in (JobState.cancelling, JobState.cancelled):
+                return job
+            if job.state in TERMINAL:
+                raise JobConflict(
+                    f"job {job_uuid!r} is {job.state} already: only a job that has not ended can be cancelled"
+                )
+            target = JobState.cancelling if job.state in ACTIVE else JobState.cancelled
+            # Not applied if the job has changed its state in the meantime: read it again.
+            self.transition(job_uuid, job.attempt, job.state, target, None, message)
+
+    def _keep_cancel(self, job_uuid: str, message: str, error: StoreError) -> JobRecord:
+        job = self.get(job_uuid)
+        if job.state in TERMINAL:
+            raise error
+        if not self.cancels.add(CancelOrder(job_uuid, job.age, message)):
+            raise StoreError(
+                f"the cancel of job {job_uuid!r} is in memory only ({error}): its training is being ended, but the "
+                "next start would begin it again; repeat the cancel when the disk can be written"
+            ) from error
+        return replace(job, state=JobState.cancelling if job.state in ACTIVE else JobState.cancelled)
 
     def request_pause(self, job_uuid: str) -> JobRecord:
         """Record a pause: the job becomes `paused` if it waits, and `pausing`, to save and release its device, if it
