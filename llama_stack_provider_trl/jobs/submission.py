@@ -112,9 +112,7 @@ async def submit(
     Args:
         digest: digest of the caller's request: an equal digest is the same job.
         owner: None: not known, and not limited.
-        work: what a WorkRequest does.
         models: of a merge or an ensemble: what its models are.
-        admit: see `Store.add_job`.
 
     Returns:
         Whether the job is new.
@@ -269,7 +267,6 @@ async def resolved(
 
     Args:
         store: the jobs that the request may name as its base; None: there are none.
-        work: what a WorkRequest does.
         splits: those that were made for the same submission.
         models: of a merge, an ensemble or judges: what these models are.
         named: the job that the request names as its base, in place of one that is stored.

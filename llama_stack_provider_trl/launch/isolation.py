@@ -103,8 +103,6 @@ class Isolation:
         """A command line that runs another one isolated; the same one where nothing is isolated.
 
         Args:
-            cwd: its working directory.
-            environ: its environment.
             read: files and directories below a hidden one that it reads, beside those of a training.
             write: directories that it writes.
             keep: open files that it inherits from its caller.
@@ -153,7 +151,6 @@ def isolate(mode: Mode, directories: Iterable[Path], files: Iterable[Path | None
     """Apply the setting `isolation` on this machine; takes 0.1 s.
 
     Args:
-        directories: data directories to hide.
         files: files with secrets; None entries are skipped.
 
     Raises:

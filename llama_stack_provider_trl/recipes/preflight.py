@@ -129,8 +129,6 @@ def before_training(
         spec: as this attempt's ranks train it.
         batch_plan: the batches of each optimizer step.
         dataset: prepared rows, packed where the job packs them, without a filler.
-        requested: as in `check`.
-        mixture: as in `plan_steps`.
         unmerged: the job before its micro steps were merged; None: they were not.
 
     Raises:

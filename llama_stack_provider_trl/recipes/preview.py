@@ -148,7 +148,6 @@ def examined(spec: JobSpec, request: PreviewSpec, alive: Callable[[], object], *
     `preview`.
 
     Args:
-        alive: is called from time to time.
         every_row: read all rows and compare all turns, and raise where the job would fail on them; else as many as
             there is time for, and a failure that other rows may avert is a warning.
     """

@@ -36,7 +36,6 @@ def refuse_options(options: ProviderOptions, title: str, reference: str) -> None
     """Refuse options that such a method has no use for. Raises InvalidRequest: names the option.
 
     Args:
-        title: of the method.
         reference: why it has no reference as DPO has one, as a sentence's end.
     """
     if options.label_smoothing:

@@ -68,8 +68,6 @@ def refuse_unusable(
     """Refuse conditions that say nothing about a model.
 
     Args:
-        model: what is exported, or registered.
-        field: of the request, that has them.
         age: of the job whose checkpoint the model is: an older evaluation measured a deleted job of the same name.
             None: the model is no job's.
         completed: whether their evaluations must have completed.

@@ -41,11 +41,7 @@ def check_options(options: ProviderOptions, kind: type[WorkRequest]) -> None:
 
 def evaluation_after(job_uuid: str, given: dict[str, Any]) -> EvaluateRequest:
     """The request for the evaluation of a job's result. Raises InvalidRequest: names a field of `given`, from
-    `provider_options.evaluate`.
-
-    Args:
-        given: the provider option `evaluate`.
-    """
+    `provider_options.evaluate`."""
     own = {"job_uuid": evaluation_name(job_uuid), "model": f"{OF_JOB}{job_uuid}"}
     if taken := [name for name in (*own, "models") if name in given]:
         hint = f"it is {own.get(taken[0], 'one model')!r}, since this job is evaluated: leave it out"

@@ -101,11 +101,7 @@ class WorkRequest(_Kind):
         return []
 
     def one_tokenizer(self, found: Sequence[Base]) -> str | None:
-        """What to do where the models of `named` have different tokenizers; None: they may.
-
-        Args:
-            found: what each of them is.
-        """
+        """What to do where the models of `named` have different tokenizers; None: they may."""
         return None
 
     @abstractmethod

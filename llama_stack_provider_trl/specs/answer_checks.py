@@ -129,11 +129,7 @@ class AnswerCheck(Frozen, CheckedNames):
 def refuse_unusable(checks: Sequence[AnswerCheck], field: str) -> None:
     """Refuse checks that cannot be made. Raises InvalidRequest: names the check's field: one that would be ignored, a
     reference that is missing or cannot be read, a name that two checks have; LimitReached: too many requests are
-    checked.
-
-    Args:
-        field: of the request, that has them.
-    """
+    checked."""
     for number, check in enumerate(checks):
         refuse_fields(check, f"{field}.{number}")
         if check.grader is not None and (asking := asking_of(check.grader)):
@@ -280,7 +276,6 @@ def reward_of(check: AnswerCheck, answer: str, item: Mapping[str, Any], replied:
     """What a check of type grader gives an answer.
 
     Args:
-        item: all columns of its row.
         replied: by the models of its graders.
     """
     assert check.grader is not None

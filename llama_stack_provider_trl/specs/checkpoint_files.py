@@ -72,7 +72,6 @@ def check_names(names: Iterable[str], field: str, *, code: bool = False) -> None
     refused.
 
     Args:
-        names: paths in the checkpoint.
         field: where the names stand, for the error.
         code: accept Python files at the top, which models with code of their own have. Nothing here runs them.
     """

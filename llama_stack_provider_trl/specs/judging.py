@@ -60,7 +60,6 @@ def refuse_unusable_judge(
     """Refuse a judge that cannot give a verdict. Raises InvalidRequest: names the field of the check.
 
     Args:
-        field: of the check.
         given: the check brings a reference for all rows, or names the column with that of each.
     """
     if not model:

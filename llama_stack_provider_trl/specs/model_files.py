@@ -74,7 +74,6 @@ def chosen_files(names: Sequence[str], read_index: Callable[[], bytes]) -> list[
     NotSent.
 
     Args:
-        names: paths in the directory.
         read_index: the content of `INDEX`; called where the weights are in several files.
     """
     plain = {name for name in names if _DATA.fullmatch(name)}

@@ -662,11 +662,7 @@ class _Differences(NamedTuple):
 
 def _score_differences(row: _Row, count: int) -> _Differences | None:
     """By how much the chosen answer's score is above that of each rejected one; None: there are no scores. Scores by
-    which a rejected answer is the better one are refused.
-
-    Args:
-        count: rejected answers.
-    """
+    which a rejected answer is the better one are refused."""
     if "score_chosen" not in row.values or "score_rejected" not in row.values:
         return None
     chosen, value = row.number(row.values["score_chosen"], "score_chosen"), row.values["score_rejected"]

@@ -101,11 +101,7 @@ class Kind(Frozen):
         return None
 
     def answered_by(self, python: Path) -> Self:
-        """The same, whose answers vLLM computes; itself where it answers no prompts.
-
-        Args:
-            python: the interpreter that has it.
-        """
+        """The same, whose answers vLLM computes; itself where it answers no prompts."""
         return self
 
     @property

@@ -48,11 +48,7 @@ _TOO_BUSY = "the machine is too busy, or short of memory, to check this: send it
 
 
 class LimitExceeded(Exception):
-    """Raised when a function has reached a limit, or its process crashed.
-
-    Args:
-        found: what it yielded before.
-    """
+    """Raised when a function has reached a limit, or its process crashed."""
 
     def __init__(self, found: list[Any]) -> None:
         self.found = found

@@ -165,8 +165,6 @@ def start_logging(
     Args:
         path: None: no file.
         level: the lowest level that is logged.
-        secrets: see `RedactingFormatter`.
-        unsent: receives each entry, too.
     """
     handlers: list[logging.Handler] = [logging.StreamHandler()]
     if path is not None:

@@ -75,12 +75,7 @@ def refuse_without_evaluation(method: str) -> None:
 
 
 def own_evaluation(method: str, model: str, dataset_id: str) -> dict[str, Any]:
-    """The provider option `evaluate` of a training whose result is to be promoted.
-
-    Args:
-        method: sft or dpo.
-        model: which is trained.
-    """
+    """The provider option `evaluate` of a training whose result is to be promoted."""
     return {"dataset_id": dataset_id} | ({"algorithm": "dpo", "reference_model": model} if method == "dpo" else {})
 
 

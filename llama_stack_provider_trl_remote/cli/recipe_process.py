@@ -22,7 +22,6 @@ def run_recipe(module: str, spec: str, what: str) -> dict[str, Any]:
     without a result.
 
     Args:
-        spec: the content of SPEC.
         what: the recipe in a message, such as `evaluation`.
     """
     with tempfile.TemporaryDirectory(prefix=f"trl-{what}-") as directory:

@@ -67,8 +67,6 @@ class NodeClient(ServiceClient):
 
     Args:
         token: sent until `authenticate` is called.
-        name: the node's.
-        pace: limits uploads.
         downloads: limits downloads; None: nothing does.
     """
 

@@ -33,7 +33,6 @@ def check_consent(order: TaskOrder, trusted: Sequence[str], cpus: int, *, python
 
     Args:
         trusted: models whose own code may run here, as `JobSettings.trust_remote_code` has them.
-        cpus: of this machine.
         python_graders: whether the source of graders may run here, as `JobSettings.python_graders` has it.
     """
     attempt = attempt_of(order)

@@ -44,7 +44,6 @@ class PathMap:
     """Paths of the files of one task, on the service and here.
 
     Args:
-        data_dir: the node's own.
         shared: the service's checkpoint directory is shared with this node, and is used directly.
     """
 

@@ -52,11 +52,7 @@ class ModelMissing(FileNotFoundError):
 
 
 class Models:
-    """The models of one node. One event loop uses it; methods that read many bytes are called in threads.
-
-    Args:
-        data_dir: the node's own.
-    """
+    """The models of one node. One event loop uses it; methods that read many bytes are called in threads."""
 
     def __init__(
         self, data_dir: Path, environ: Mapping[str, str] = os.environ, clock: Callable[[], float] = time.time
@@ -88,8 +84,6 @@ class Models:
         """Have every model of a task on this node. Returns name -> directory of those that are not read by their names.
 
         Args:
-            job: of the order.
-            node: this node's name.
             used: digests and names of models that its tasks use (`models_used`), which are not removed for another one.
                 Called in threads.
 

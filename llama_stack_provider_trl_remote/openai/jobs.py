@@ -148,7 +148,6 @@ def requested(
     OpenAIRefused.
 
     Args:
-        name: of the job.
         alias: the name of `openai.models` behind `model`.
         base: the model to train, as the engine names it.
         models: by the names of `openai.models`.

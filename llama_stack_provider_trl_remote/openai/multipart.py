@@ -19,7 +19,6 @@ class Form:
     """A body of multipart/form-data. Raises OpenAIRefused: the Content-Type names no such body.
 
     Args:
-        content_type: of the request.
         allowed: names of its fields beside the file.
         file: name of the field with the file.
 

@@ -155,11 +155,7 @@ class Server(uvicorn.Server):
 
 
 class ServiceServer(Server):
-    """The server of a service, with this machine's own agent.
-
-    Args:
-        receivers: of webhooks.
-    """
+    """The server of a service, with this machine's own agent."""
 
     def __init__(self, service: Service, receivers: Sequence[Receiver] = ()) -> None:
         super().__init__(make_app(service))

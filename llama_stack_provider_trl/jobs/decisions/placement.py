@@ -100,11 +100,7 @@ def refusing(nodes: Iterable[Node]) -> list[Node]:
 
 
 def wish_of(job: Queued, refuse: Iterable[Node]) -> _Kind:
-    """All of a job that decides whether given devices are enough for it.
-
-    Args:
-        refuse: see `refusing`.
-    """
+    """All of a job that decides whether given devices are enough for it."""
     refused = frozenset(node.name for node in refuse if node.refused and job.job_uuid in node.refused)
     return job.device, job.ranks, job.demand, job.tried, refused
 

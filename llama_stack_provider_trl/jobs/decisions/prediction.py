@@ -147,11 +147,7 @@ class _Ahead:
             self._ends[job_uuid] = self.time + seconds
 
     def preemption(self, ready: Sequence[Queued], most: int) -> Preemption | None:
-        """What critical jobs have others do now; None: nothing.
-
-        Args:
-            most: nodes to examine.
-        """
+        """What critical jobs have others do now; None: nothing."""
         if not self._preempts or not any(job.priority >= CRITICAL for job in ready):
             return None
         places_of: dict[str, list[str]] = {}

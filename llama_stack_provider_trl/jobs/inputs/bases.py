@@ -61,11 +61,7 @@ def find_read(model: NamedModel, settings: Settings, store: Store) -> Base:
 
 def find_served(name: str, value: str, settings: Settings, store: Store) -> Base:
     """The model and the adapter that a chat names, whose files are on this machine. Raises JobNotFound; InvalidRequest:
-    it names something else, or a checkpoint that is not there.
-
-    Args:
-        name: the field that names them.
-    """
+    it names something else, or a checkpoint that is not there."""
     served = served_job_of(name, value)
     if served is None:
         return resolve_served(name, value, settings)
@@ -97,11 +93,7 @@ def _newest(name: str, value: str, job_uuid: str, named: NamedJob) -> str:
 
 def named_job(name: str, value: str | None, job_uuid: str, store: Store) -> NamedJob:
     """The job that a request names, or the best trial of a search. Raises JobNotFound; InvalidRequest: it is a search
-    that has not completed.
-
-    Args:
-        name: the field that names it.
-    """
+    that has not completed."""
     job = store.get(job_uuid)
     if job.spec.search is not None:
         best = store.searches.best(job_uuid, job.spec.search) if job.state is JobState.completed else None

@@ -58,11 +58,7 @@ def shard_of(dataset: DatasetRef, shard: ShardSpec, store: Store | None, put: Pu
 
 def with_known_rows(spec: JobSpec, store: Store, data_dir: Path, put: Put) -> JobSpec:
     """The specification with the rows that another job has made. Raises InvalidRows: they are gone; InvalidRequest:
-    they are fewer than the parts into which they are divided; OSError: their part cannot be written.
-
-    Args:
-        put: stores a part of them.
-    """
+    they are fewer than the parts into which they are divided; OSError: their part cannot be written."""
     name = spec.data.dataset.of_job
     if name is None:
         return spec

@@ -43,11 +43,7 @@ UNLIMITED = Allowance()
 
 
 class NewRows:
-    """Rows that a request stores before it is known whether a job takes them.
-
-    Args:
-        allowance: what the request may write.
-    """
+    """Rows that a request stores before it is known whether a job takes them."""
 
     def __init__(self, allowance: Allowance = UNLIMITED) -> None:
         self._allowance = allowance

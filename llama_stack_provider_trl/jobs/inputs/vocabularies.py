@@ -40,8 +40,6 @@ def refuse_other_vocabularies(
 
     Args:
         named: the field that names each model, and its value.
-        found: what each of them is.
-        hint: what to do, in the message.
     """
     directories = [find_model(os.environ, source.model, source.revision) for source in found]
     here = [(name, directory) for name, directory in zip(named, directories, strict=True) if directory is not None]

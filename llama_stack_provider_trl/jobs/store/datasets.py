@@ -74,7 +74,6 @@ class RowOwners:
         are removed with these. Returns whether they were removed.
 
         Args:
-            path: file of the rows.
             is_registered: whether another dataset has rows of a digest.
         """
         row = {"sha256": path.stem, "dataset_id": dataset_id}
@@ -104,11 +103,7 @@ class RowOwners:
 
 def count_rows(execute: Execute, owner: str, sizes: Mapping[str, int]) -> None:
     """Record rows that jobs of a token have, in the transaction that stores these jobs. Those that count for any token
-    count already.
-
-    Args:
-        sizes: digest -> bytes.
-    """
+    count already."""
     for sha256, num_bytes in sizes.items():
         row = {"sha256": sha256, "owner": owner, "bytes": num_bytes, "dataset_id": ""}
         if execute("select_owner_of_rows", row).fetchone() is None:

@@ -206,7 +206,6 @@ class JobReader:
         Running jobs come first, then those that wait, then paused ones, then those that have ended, the last one first.
 
         Args:
-            state: None: any.
             search: part of their names, of those of their models, or of their metadata as `name=value`, in any case (of
                 ASCII letters).
             owner: `created_by` of all; None: any.

@@ -116,9 +116,7 @@ class Store(JobReader):
         Args:
             needed: rows that it trains on and the checkpoint that it begins with. They must still exist; none is
                 removed in the meantime.
-            created_by: name of the caller's token.
             max_waiting: limit for the waiting jobs of `created_by`, this one included; None: any number.
-            trackers: get its points.
             then: a job that comes after it, queued with it or not at all.
             admit: called in the transaction if the job is new. What it raises refuses the job. It must be quick.
             counted: digest -> bytes of the rows that count for `created_by` with it.

@@ -91,7 +91,6 @@ class Answerer(ABC):
         """Answer prompts together. There may be none.
 
         Args:
-            sources: the random numbers of each.
             on_token: called while the batch is computed, as it advances.
         """
         if not prompts:

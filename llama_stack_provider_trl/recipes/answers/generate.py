@@ -85,7 +85,6 @@ class AnswerFile:
 
         Args:
             lines: of this rank's batch.
-            found: what its model has answered.
 
         Returns:
             What the models of all ranks have answered.
@@ -237,11 +236,7 @@ def pauses(attempt: AttemptSpec, writer: EventWriter, step: int, team: Replicas)
 
 def _check_recorded(answers: AnswerFile, questions: Questions, samples: int) -> None:
     """Refuse answers of earlier attempts that belong to other prompts, or have another place than theirs. Raises
-    JobFailure: names the row.
-
-    Args:
-        samples: answers of each prompt.
-    """
+    JobFailure: names the row."""
     number, lines = 0, answers.lines()
     todo = "Another program has changed the file: remove it, and submit the job again under another job_uuid"
     try:

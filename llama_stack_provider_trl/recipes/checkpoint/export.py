@@ -117,7 +117,6 @@ def export(
     `merged` in that of its base model (`export_dtype`).
 
     Args:
-        sample: of `model`, for the comparison.
         heartbeat: called after every unit of work.
         fencing_token: None: no other attempt writes there.
         require_space: raises where so many bytes do not fit; None: `need_space`.

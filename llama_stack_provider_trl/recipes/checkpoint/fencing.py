@@ -18,7 +18,6 @@ class FencingToken:
     has received its job. The token file on that disk names the attempt that may write.
 
     Args:
-        task_id: of this attempt.
         path: the token file, `AttemptSpec.turn`; None: no other attempt can write there.
     """
 

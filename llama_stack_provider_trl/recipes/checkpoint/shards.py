@@ -81,7 +81,6 @@ def write(path: Path, tensors: Mapping[str, Outline], values: Iterator[tuple[str
     disk is full.
 
     Args:
-        tensors: shape and dtype of each.
         values: the values of each, in any order.
     """
     planned = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in tensors.items()}

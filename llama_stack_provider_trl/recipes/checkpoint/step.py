@@ -397,7 +397,6 @@ def need_space(spec: JobSpec, num_bytes: int, uploads: Path | None = None, write
     Waits while checkpoints are uploaded to the service, since the agent removes them here afterwards.
 
     Args:
-        uploads: `RunDir.uploads`.
         writer: gets a warning before a wait.
 
     Raises:

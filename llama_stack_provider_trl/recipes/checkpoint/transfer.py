@@ -95,7 +95,6 @@ def send_to_first(pieces: Iterator[Piece], names: Sequence[Sequence[str]], direc
     Args:
         pieces: what this rank sends; not consumed on a rank without names.
         names: by rank, the files of which it sends pieces.
-        directory: of rank 0's files.
         group: a gloo group that no other thread uses meanwhile.
 
     Raises:

@@ -88,7 +88,6 @@ def write_weights(
 
     Args:
         dtype: of the floating point weights in the files; what the architecture keeps in fp32 stays so.
-        heartbeat: called after every weight.
 
     Returns:
         What the files must hold, by name; on rank 0, empty on the others.
@@ -104,11 +103,7 @@ def write_weights(
 
 
 class WeightGroups:
-    """A model's weights as its files have them, in groups that are converted together.
-
-    Args:
-        dtype: as `write_weights`.
-    """
+    """A model's weights as its files have them, in groups that are converted together."""
 
     def __init__(self, model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> None:
         self._plain = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -157,7 +152,6 @@ def differences(
 
     Args:
         file: the file of all weights, where there is no index.
-        heartbeat: called after every weight.
     """
     wrong: list[str] = []
     try:

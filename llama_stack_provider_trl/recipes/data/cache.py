@@ -277,7 +277,6 @@ class Shards:
     """The shards of an entry that is being written, some of which a killed process may have completed.
 
     Args:
-        directory: where they are written.
         describe: shows others that wait for the entry how far it is.
     """
 

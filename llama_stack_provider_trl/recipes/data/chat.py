@@ -99,7 +99,6 @@ class LostTurns(_LostRows):
         """What a user should know of them; None: there are none.
 
         Args:
-            total: rows that were read.
             owner: whose template it is, where it is not the trained model's.
             row: what a row is called with its number.
         """
@@ -149,7 +148,6 @@ def refuse_lost_turns(
 
     Args:
         lost: what `LostTurns.message` and `LostTexts.message` have.
-        where: the beginning of the message.
     """
     for message in lost if dropped_turns == "refuse" else ():
         raise JobFailure(reason, f"{where}{message}; with dropped_turns 'warn' the job trains without them")

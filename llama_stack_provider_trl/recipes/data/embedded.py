@@ -27,7 +27,6 @@ def check_embedded(
     embeddings.
 
     Args:
-        embeddings: of the model.
         name: what the tokens are of, for the message.
     """
     largest = max(ids, default=-1)

@@ -76,7 +76,6 @@ class Images:
     """The images of a job, read by the processor of its model.
 
     Args:
-        source: of the model.
         tokenizer: that the job trains with, whose chat template the processor gets, too.
     """
 
@@ -184,7 +183,6 @@ class Images:
         """The inputs of the model beside the tokens, as tensors; none: no row has an image, and the model needs none.
 
         Args:
-            rows: images of each row.
             ids: tokens of each sequence, padded: `repeats` times as many as rows.
             repeats: how often the rows follow one another with these images, which are read once.
         """

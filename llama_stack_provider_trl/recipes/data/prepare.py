@@ -219,7 +219,6 @@ def tokenize_sft(
         tokenizer: one without a chat template is given `DEFAULT_CHAT_TEMPLATE`, so that checkpoints carry it.
         max_seq_length: tokens; longer sequences are cut.
         train_on_input: the loss covers every token, whatever `train_on` is.
-        train_on: what the loss covers.
         reasoning: whether thoughts are left out of the rows.
         side: right, sequences lose their end; left, their beginning, but for a `bos_token`.
         first: number of the first example's row.
@@ -626,11 +625,7 @@ class TruncationCounter:
         )
 
     def warnings(self, unit: str, chat: Chat, teacher: Chat | None = None) -> list[str]:
-        """What a user should know of the rows so far.
-
-        Args:
-            unit: what an example is called.
-        """
+        """What a user should know of the rows so far."""
         lost, example = self.lost_turns(unit, chat, teacher), self._example(unit)
         made = [f"{self.rows} rows make {self.examples} {example}s"] if self.examples != self.rows else []
         of_chat = chat.warnings(example, self.examples)

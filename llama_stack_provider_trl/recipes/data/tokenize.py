@@ -27,7 +27,6 @@ class SftEncoder:
     """Encodes numbered examples, a chunk at a time.
 
     Args:
-        train_on: what the loss covers.
         reasoning: whether thoughts are trained, and seen, or left out of the rows.
     """
 
@@ -182,11 +181,7 @@ def has_images(
     where: str = "messages",
 ) -> bool:
     """Whether a conversation of an example has images. Raises JobFailure: invalid_model, the job reads none;
-    InvalidRows: one of them cannot be read or decoded.
-
-    Args:
-        where: what it is called.
-    """
+    InvalidRows: one of them cannot be read or decoded."""
     if example.unread_image and chat.images is not None:
         raise InvalidRows(example.unread_image)
     if not (count := count_images(messages)):

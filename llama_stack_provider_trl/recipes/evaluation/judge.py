@@ -63,7 +63,6 @@ class Judges:
     """The judges of a job, and their verdicts so far. Close it.
 
     Args:
-        total: answers of the job.
         from_start: the answers are not complete: no verdict of an earlier attempt counts.
         team: the ranks of the job, all of which make this object.
     """

@@ -150,7 +150,6 @@ def write_lora(config: Any, lora: Lora, kind: GgufType, name: str, output: Path)
     """Write an adapter as a GGUF file, with the names and the order of rows of its base model's GGUF file.
 
     Args:
-        config: of the base model.
         kind: of the pairs: f32, f16, bf16.
         name: of the adapter, for readers.
 

@@ -44,9 +44,7 @@ class GgufPlan:
     invalid_model, naming the architecture, setting, tensor or part of the tokenizer that is not mapped.
 
     Args:
-        config: of the model, by transformers.
         ends: tokens that end an answer, the tokenizer's own among them.
-        rows: of the embeddings.
     """
 
     def __init__(

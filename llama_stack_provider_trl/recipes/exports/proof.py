@@ -69,7 +69,6 @@ def compared(
     Args:
         ends: tokens that end an answer of the trained model.
         kind: the precision of the export's weights.
-        decode: the text of tokens.
         progress: called with the prompts that are compared, of how many.
     """
     found_ends = reader.ends()

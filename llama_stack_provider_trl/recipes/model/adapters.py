@@ -47,11 +47,7 @@ def has_reference_adapter(spec: JobSpec) -> bool:
 
 def continued(spec: JobSpec, model: PreTrainedModel, config: PeftConfig, *, reference: bool) -> PeftModel:
     """The model with the adapter that the job continues, its weights read. Raises JobFailure: invalid_model, where the
-    adapter's file is missing, damaged, or of other modules or another rank.
-
-    Args:
-        reference: add the frozen copy.
-    """
+    adapter's file is missing, damaged, or of other modules or another rank."""
     assert spec.adapter is not None
     try:
         with torch.random.fork_rng():  # what it begins with is read from the file

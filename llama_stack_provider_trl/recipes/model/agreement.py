@@ -94,7 +94,6 @@ def pad_within_embeddings(
     """Replace a padding token that the model has no embedding for. Padding is masked, so any other serves.
 
     Args:
-        config: of the model.
         model: its name, for the warning.
     """
     pad, token = tokenizer.pad_token_id, tokenizer.pad_token

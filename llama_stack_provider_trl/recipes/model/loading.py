@@ -149,7 +149,6 @@ def load_tokenizer(
 
     Args:
         model: that it is used with; None: the one that it lies beside.
-        warn: called with what was replaced.
     """
     check_tokenizer_files(source)
     try:
@@ -178,11 +177,7 @@ def load_tokenizer(
 
 def load_job_tokenizer(spec: JobSpec, warn: Callable[[str], None] = lambda _: None) -> PreTrainedTokenizerBase:
     """The tokenizer of the model that a job trains or asks, with the chat template that the job sets, or the one that
-    its adapter was trained with. Raises JobFailure: as `load_tokenizer`.
-
-    Args:
-        warn: as of `load_tokenizer`.
-    """
+    its adapter was trained with. Raises JobFailure: as `load_tokenizer`."""
     tokenizer = load_tokenizer(spec.source, warn=warn)
     template = spec.data.chat_template
     if template in OF_TRL:
@@ -262,10 +257,6 @@ def check_weights(
 
     Reads their headers, once in a process. Of a model with code of its own, or with quantized weights, weights are
     not compared.
-
-    Args:
-        has_head: as in `WeightStorage`.
-        warn: called with what is not loaded.
 
     Raises:
         JobFailure: invalid_model, with the file, and the weight with both shapes, or those that are missing.
@@ -361,11 +352,7 @@ def _name(model: PreTrainedModel, source: ModelSource) -> None:
 
 
 def loading_dtype(source: ModelSource, storage: WeightStorage, config: Any, stored: torch.dtype | None) -> torch.dtype:
-    """The dtype to load a model in: for deferred weights that of the files, where that changes no number later.
-
-    Args:
-        stored: as `stored_dtype` returns it.
-    """
+    """The dtype to load a model in: for deferred weights that of the files, where that changes no number later."""
     if not storage.is_deferred or stored is None or stored == storage.dtype:
         return storage.dtype
     as_stored, as_used = (outline(source, config, dtype) for dtype in (stored, storage.dtype))

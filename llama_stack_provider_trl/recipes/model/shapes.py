@@ -77,7 +77,6 @@ def refuse_unfitting(
     """Compare the weights in a model's files with those that its configuration describes, once in a process.
 
     Args:
-        config: of the model.
         outline: makes it without weights.
         may_lack: weights that may be new.
         is_reward: it is made as a reward model.
@@ -157,12 +156,7 @@ def not_loadable(source: ModelSource, error: BaseException) -> JobFailure:
 def missing_weights(
     source: ModelSource, model: PreTrainedModel, missing: Sequence[str], found: Iterable[str] = ()
 ) -> JobFailure:
-    """The failure of a job whose model has no weights for some of its parameters.
-
-    Args:
-        missing: their names.
-        found: names in the files.
-    """
+    """The failure of a job whose model has no weights for some of its parameters."""
     kind = "reward model" if type(model).__name__.endswith("ForSequenceClassification") else "causal language model"
     advice = f"It is no {kind}, or a file is missing; name a complete one."
     there = _layers(found)

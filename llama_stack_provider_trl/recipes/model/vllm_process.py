@@ -48,7 +48,6 @@ class VllmProcess:
     """vLLM with a model, which answers batches.
 
     Args:
-        python: the interpreter that has it.
         writer: gets heartbeats while the process loads weights.
         todo: what to do where vLLM cannot have the model.
         less: what to do where memory runs out.

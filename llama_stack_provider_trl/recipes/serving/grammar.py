@@ -66,11 +66,7 @@ def tokenizer_of(tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> Any:
 
 
 class SchemaMatcher:
-    """The state of one answer within a schema. Raises JobFailure: invalid_request.
-
-    Args:
-        tokenizer: as `tokenizer_of` makes it.
-    """
+    """The state of one answer within a schema. Raises JobFailure: invalid_request."""
 
     def __init__(self, tokenizer: Any, schema: str) -> None:
         from llguidance import LLMatcher

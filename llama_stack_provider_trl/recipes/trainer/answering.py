@@ -83,7 +83,6 @@ class AnswersPrompts(ScoresReference):
 
     Args:
         spec: of a method that answers prompts.
-        sampling: how tokens are chosen.
         model: whose weights are trained, or to which `peft_config` adds adapters.
     """
 

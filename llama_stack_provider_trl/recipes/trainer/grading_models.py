@@ -56,9 +56,6 @@ class GradingModel:
         In bf16 the most likely token may be another one where a question stands in another batch: after a shortage of
         memory, or with another number of ranks.
 
-        Args:
-            alive: called at each token.
-
         Raises:
             JobFailure: the chat template refuses a question.
         """

@@ -158,7 +158,6 @@ class Precomputation:
 
     Args:
         trainer: a DpoRecipe that has not begun to train.
-        heartbeat: called after every batch.
         should_stop: called after every batch, on all ranks.
     """
 

@@ -74,7 +74,6 @@ class RewardScorer:
 
         Args:
             numbers: of the row of each, for messages.
-            alive: called before the forward.
         """
         answers: list[list[Message]] = [[{"role": "assistant", "content": text}] for text in completions]
         rows = [*zip(prompts, answers, numbers, strict=True)]

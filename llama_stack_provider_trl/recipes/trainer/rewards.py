@@ -91,7 +91,6 @@ class Rewards:
 
         Args:
             rows, row_numbers: as of `score`.
-            alive: called at each token.
 
         Raises:
             JobFailure: a chat template refuses the messages of a grader.

@@ -25,11 +25,6 @@ class PromptAnswers:
     A prompt alone needs no padding and no mask, so every kind of attention that trains can answer it, that of batches
     in one sequence too; and its keys and values take little memory. Ranks that each hold the whole model divide the
     prompts. Ranks that shard it compute every forward together, with the tokens that rank 0 chooses.
-
-    Args:
-        prompts: token ids of each.
-        max_new_tokens: of an answer.
-        heartbeat: called after each token.
     """
 
     def __init__(

@@ -137,7 +137,6 @@ def fuse_head(model: Any, outputs: tuple[str, ...], temperature: float = 1.0) ->
 
     Args:
         outputs: what is computed per token. TRL itself also asks for entropy, one more pass over the vocabulary.
-        temperature: divides the logits.
     """
     from trl.trainer.utils import add_fused_lm_head
 
@@ -272,7 +271,6 @@ def fast_head(
 
     Args:
         kind: of the device: on cuda TRL's kernels compute.
-        alike: see `weighs_tokens_alike`.
     """
     import torch
     import trl.trainer.utils as utils

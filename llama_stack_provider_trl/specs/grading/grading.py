@@ -91,8 +91,6 @@ def graded(grader: Grader, text: str, item: Mapping[str, Any], replied: Replied 
     later: a reward of 0 would teach what nobody has graded.
 
     Args:
-        text: the answer.
-        item: all columns of its row.
         replied: to `questions_of`, where models answer.
     """
     values, leaves, known = values_of(text, item), leaves_of(grader), _of_replies(grader, replied)

@@ -40,11 +40,7 @@ class ClusterApi(Protocol):
 
 
 class KubernetesPool:
-    """A namespace of a Kubernetes cluster.
-
-    Args:
-        labels: of the nodes, in the service.
-    """
+    """A namespace of a Kubernetes cluster."""
 
     def __init__(self, shape: PodShape, service_url: str, labels: Mapping[str, str], api: ClusterApi) -> None:
         self._shape, self._service_url, self._labels, self._api = shape, service_url, labels, api

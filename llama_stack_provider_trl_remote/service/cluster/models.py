@@ -47,7 +47,6 @@ class ServedModels:
     """Lists and opens the files of models. Safe to share between threads.
 
     Args:
-        directory: for lists and digests.
         listed: called when a list is complete.
     """
 

@@ -79,7 +79,6 @@ class RayDatasets:
     """Reads datasets on Ray clusters.
 
     Args:
-        sources: the configured clusters.
         timeout: seconds that a reading may take.
         poll: seconds between two polls of a job.
     """

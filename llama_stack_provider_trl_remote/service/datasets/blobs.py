@@ -121,7 +121,6 @@ class Blobs:
         Args:
             sha256: the digest that it must have; None: any.
             arrived: is called by a thread with the number of bytes of each part.
-            storing: see `put_lines`.
         """
         async with entered(self._arriving(announced)) as (written, file, output):
             found = await self._write(output, pieces, lambda count: (arrived(count), written(count)))
@@ -146,8 +145,6 @@ class Blobs:
 
         Args:
             ending: of the file's name, which names its format.
-            arrived: see `receive`.
-            storing: see `put_lines`.
         """
         async with entered(self._arriving(announced)) as (written, file, output):
 
@@ -186,7 +183,6 @@ class Blobs:
 
         Args:
             file: descriptor of the file; it stays open. None: the uri is one of the hub or a bucket.
-            storing: see `put_lines`.
             known: stamp of the rows that are stored already, of a uri without a file.
 
         Returns:

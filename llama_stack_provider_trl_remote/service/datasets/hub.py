@@ -65,7 +65,6 @@ def read_hub(dataset: HubDataset, work: Path, known: str | None, most: int, spar
     OSError: the disk is full.
 
     Args:
-        work: an empty directory.
         known: the commit whose rows the caller has.
         most: bytes that the files of the split may have.
         spare: bytes that must stay free on the disk of the cache.

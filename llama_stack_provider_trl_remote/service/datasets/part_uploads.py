@@ -201,7 +201,6 @@ class PartUploads:
         """Make rows of the parts. The same call again changes nothing.
 
         Args:
-            part_ids: in their order.
             md5: of the whole, in hexadecimal; None: not compared.
             register: is called with the upload and the digest of its stored rows, and again after a kill: it makes
                 their dataset.

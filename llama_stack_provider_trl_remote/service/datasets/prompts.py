@@ -33,7 +33,6 @@ class RowPrompts:
         LimitReached, OSError: it cannot be read now.
 
         Args:
-            number: of the row, from 0.
             names: of columns and roles, where they are not those of shapes.
         """
         # A look at a row does not wait for the hub or a bucket, which a job asks.

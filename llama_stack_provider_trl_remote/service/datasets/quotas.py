@@ -30,11 +30,7 @@ _RETRY_S = 5
 
 
 class Quotas:
-    """Limits what tokens store, and their uploads at a time. Safe to share between threads.
-
-    Args:
-        most: bytes of one token.
-    """
+    """Limits what tokens store, and their uploads at a time. Safe to share between threads."""
 
     def __init__(self, owners: RowOwners, most: int) -> None:
         self._owners, self._most = owners, most
@@ -150,9 +146,6 @@ class Quotas:
 class JobAllowance(Allowance):
     """What a request of a token may write for its jobs: what leaves the space of checkpoints, and rows within the
     quota. Not safe to share between threads.
-
-    Args:
-        take: see `Quotas.taking`.
 
     Attributes:
         rows: what was stored for them.

@@ -146,7 +146,6 @@ class DatasetRegistry:
 
         Args:
             stored: its rows, where they were too many for this process.
-            created_by: name of the caller's token.
             grows: mark of its growth; None: it does not grow.
             reserved: metadata under keys that no request can set.
         """

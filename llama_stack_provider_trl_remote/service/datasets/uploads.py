@@ -47,7 +47,6 @@ class RowUploads:
 
         Args:
             size: as the client announces it; 0: it does not.
-            owner: the token for which they count.
         """
         with storing(), self._counted.holding() as held:
             async with self._quotas.arriving(owner, size) as arrived:
@@ -62,7 +61,6 @@ class RowUploads:
         Args:
             ending: of its name, such as `.csv.gz`: one of `row_files.ROW_READERS`.
             size: as the client announces it; 0: it does not.
-            owner: the token for which they count.
         """
         with self._counted.holding() as held:
             async with self._quotas.arriving(owner, size) as arrived:

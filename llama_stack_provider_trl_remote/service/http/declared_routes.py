@@ -25,10 +25,7 @@ class Routes:
     """Routes of a module, by decorators as those of FastAPI's router.
 
     Args:
-        route_class: builds each of them.
-        prefix: of their paths.
         tags: under which the OpenAPI document lists them.
-        include_in_schema: whether it does.
     """
 
     def __init__(
@@ -65,7 +62,6 @@ class Routes:
         """Build the routes for an application, in the order in which they were declared; returns them one by one.
 
         Args:
-            prefix: before the path of each.
             dependencies: of each, before its own.
         """
         for method, path, endpoint, options in self._declared:

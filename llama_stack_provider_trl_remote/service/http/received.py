@@ -48,11 +48,7 @@ _BUSY = (
 
 
 class BodyMemory:
-    """Bytes of bodies that may be held at a time, and a quarter of them by one caller.
-
-    Args:
-        patience: seconds to wait for memory.
-    """
+    """Bytes of bodies that may be held at a time, and a quarter of them by one caller."""
 
     def __init__(self, total: int = _TOTAL, patience: float = _PATIENCE) -> None:
         self._free = self._total = total
@@ -115,7 +111,6 @@ class Received(Request):
     """A request whose body is bounded.
 
     Args:
-        caller: name of its sender.
         limit: bytes of its body.
         rows: parses large bodies; None: bodies are never large.
         stack: closed when the request has been answered.
@@ -228,11 +223,7 @@ class Received(Request):
 
 
 class Bodies:
-    """The limits that all bodies of a service share.
-
-    Args:
-        rows: parses bodies with many rows.
-    """
+    """The limits that all bodies of a service share."""
 
     def __init__(self, rows: RowParser | None = None) -> None:
         self._rows = rows

@@ -96,11 +96,7 @@ def digest_of(step: PipelineJob, rows: Mapping[str, Any], before: Mapping[str, s
 
 
 def resolved(step: PipelineJob, job_uuid: str, names: Mapping[str, str]) -> Json:
-    """The request as the service takes it.
-
-    Args:
-        names: job of the file -> its job_uuid.
-    """
+    """The request as the service takes it."""
     request = copy.deepcopy(step.request)
     request["job_uuid"] = job_uuid
 

@@ -31,7 +31,6 @@ def file_response(
 
     Args:
         opener: opens it, once the answer begins.
-        wanted: the header Range.
         if_range: an ETag: the range counts only if it is still the file's.
     """
     etag = f'"{sha256}"'

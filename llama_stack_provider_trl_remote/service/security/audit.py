@@ -54,7 +54,6 @@ class AuditLog:
 
     Args:
         max_bytes: of one file.
-        max_files: that are kept.
     """
 
     def __init__(self, directory: Path, max_bytes: int, max_files: int, clock: Callable[[], float] = time.time) -> None:

@@ -205,11 +205,7 @@ class Gate:
             del scope[BODY]
 
     def _note(self, scope: Scope, status: int, always: bool = False) -> None:
-        """Record a refusal.
-
-        Args:
-            always: record it at every status.
-        """
+        """Record a refusal."""
         if self._refusals is None or not (always or status in REFUSALS) or RECORDED in scope:
             return
         self._refusals.add(Refusal(status=status, method=scope["method"][:16], route=scope.get(ROUTE), **sender(scope)))

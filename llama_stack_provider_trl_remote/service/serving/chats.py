@@ -220,11 +220,7 @@ async def _taken(
 
 
 class BegunAnswer:
-    """The answers to a request whose prompt was read. `whole` closes it; a stream has to be closed.
-
-    Args:
-        written: the form of each answer.
-    """
+    """The answers to a request whose prompt was read. `whole` closes it; a stream has to be closed."""
 
     def __init__(
         self,

@@ -49,7 +49,6 @@ class Serving:
 
     Args:
         for_jobs: the settings with which names of models are resolved.
-        devices: of this machine.
         memory: returns the bytes that are free on this machine.
     """
 

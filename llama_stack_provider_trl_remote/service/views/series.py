@@ -52,7 +52,6 @@ def read_series(
     """The curves of a job between two steps. Raises JobNotFound.
 
     Args:
-        metrics: their names; empty: all.
         points: that a curve may have at most.
         growing: keeps the points of jobs that run, of which only the new ones are read.
     """

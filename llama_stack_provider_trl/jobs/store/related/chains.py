@@ -29,11 +29,7 @@ _DETAILS_EVERY = 2.0
 
 
 class Chains:
-    """Every method may raise StoreError.
-
-    Args:
-        now: seconds since the epoch.
-    """
+    """Every method may raise StoreError."""
 
     def __init__(
         self, database: Database, now: Callable[[], float], clock: Callable[[], float] = time.monotonic
