@@ -107,21 +107,15 @@ async def submit(
     models: list[Base] | None = None,
     admit: Callable[[], object] = lambda: None,
 ) -> bool:
-    """Submit a job. Returns only when the job is stored: nothing can lose it afterwards.
+    """Submit a job. Returns only when the job is stored: nothing can lose it afterwards. Returns whether the job is
+    new. Raises InvalidRequest: a field, a value or a row that cannot be honoured; JobConflict: the job_uuid is taken by
+    another request, or its checkpoint directory has content that is not ours; LimitReached: the owner has too many
+    waiting jobs; StoreError: the job or its rows cannot be stored.
 
     Args:
         digest: digest of the caller's request: an equal digest is the same job.
         owner: None: not known, and not limited.
         models: of a merge or an ensemble: what its models are.
-
-    Returns:
-        Whether the job is new.
-
-    Raises:
-        InvalidRequest: a field, a value or a row that cannot be honoured.
-        JobConflict: the job_uuid is taken by another request, or its checkpoint directory has content that is not ours.
-        LimitReached: the owner has too many waiting jobs.
-        StoreError: the job or its rows cannot be stored.
     """
     # Checked first: a repeated POST returns its job even if its model or dataset is gone by now.
     if store.holds(request.job_uuid, digest):
@@ -453,12 +447,8 @@ def keep_rows(
 ) -> tuple[DatasetRef, list[str]]:
     """Check rows, and store them under their digest: what a job trains on cannot change under it.
 
-    They are written to a file, which is checked in a process with limits.
-
-    Raises:
-        InvalidRows: naming the dataset and its first bad row.
-        LimitReached: too many datasets are checked.
-        StoreError: they cannot be written.
+    They are written to a file, which is checked in a process with limits. Raises InvalidRows: naming the dataset and
+    its first bad row; LimitReached: too many datasets are checked; StoreError: they cannot be written.
     """
     warnings: list[str] = []
 

@@ -20,10 +20,8 @@ _MINOR = re.compile(r"^Device Minor:\s+(\d+)", re.MULTILINE)
 def usable_devices(configured: str) -> list[str]:
     """The devices that jobs may be placed on, for a `device` setting.
 
-    `auto` means every GPU, else Apple's mps, else the CPU. The training process checks again with torch.
-
-    Raises:
-        InvalidRequest: the setting is not the name of a device, or names one that does not exist.
+    `auto` means every GPU, else Apple's mps, else the CPU. The training process checks again with torch. Raises
+    InvalidRequest: the setting is not the name of a device, or names one that does not exist.
     """
     if configured == "cpu" or (configured == "mps" and _has_mps()):
         return [configured]

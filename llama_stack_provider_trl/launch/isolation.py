@@ -148,13 +148,11 @@ NO_ISOLATION = Isolation(why_not="isolation is off")
 
 
 def isolate(mode: Mode, directories: Iterable[Path], files: Iterable[Path | None] = ()) -> Isolation:
-    """Apply the setting `isolation` on this machine; takes 0.1 s.
+    """Apply the setting `isolation` on this machine; takes 0.1 s. Raises InvalidRequest: the mode is `required`, and
+    trainings cannot be isolated here; gives the reason.
 
     Args:
         files: files with secrets; None entries are skipped.
-
-    Raises:
-        InvalidRequest: the mode is `required`, and trainings cannot be isolated here; gives the reason.
     """
     if mode == "off":
         return NO_ISOLATION

@@ -95,11 +95,8 @@ def _token_of_file(task: TaskSpec, environ: Mapping[str, str]) -> dict[str, str]
 
 def training_environment(task: TaskSpec, environ: Mapping[str, str]) -> dict[str, str]:
     """The allow-listed part of `environ`, the task's own variables, and the marks by which its processes are found.
-
-    Raises:
-        OSError: of a task of several nodes: no network interface of this machine has its address; of one that uploads:
-            the file with its token cannot be used.
-    """
+    Raises OSError: of a task of several nodes: no network interface of this machine has its address; of one that
+    uploads: the file with its token cannot be used."""
     added = {
         "PYTHONUNBUFFERED": "1",
         **malloc.environment(environ),

@@ -134,11 +134,8 @@ class _Compared:
 
 
 def preview(spec: JobSpec, request: PreviewSpec, writer: EventWriter) -> None:
-    """Write the event with the examples of the requested rows, and the counts of those that follow them.
-
-    Raises:
-        JobFailure: what would fail the job on these rows; invalid_request, there are none.
-    """
+    """Write the event with the examples of the requested rows, and the counts of those that follow them. Raises
+    JobFailure: what would fail the job on these rows; invalid_request, there are none."""
     writer.write(examined(spec, request, writer.heartbeat), durable=True)
     writer.write(Finished(step=0), durable=True)
 

@@ -67,14 +67,12 @@ def resolve_work(
     """Decide everything about a job that does not train and that does not depend on its rows.
 
     Its processes, one where it sets no other number, hold the whole model each. It runs on the service's machine where
-    it requests no resources. An adapter that it names is read as it is, but by vLLM, which reads whole models.
+    it requests no resources. An adapter that it names is read as it is, but by vLLM, which reads whole models. Raises
+    InvalidRequest: names the field of the request, its value and the nearest supported one.
 
     Args:
         named: the job that the request names as its model (`bases.base_job_of`).
         makers: jobs that make its other models.
-
-    Raises:
-        InvalidRequest: names the field of the request, its value and the nearest supported one.
     """
     _check_place(work, options, settings)
     options = on_reserved_cores(options, settings)

@@ -235,11 +235,7 @@ def _refuse_grader(check: AnswerCheck, field: str) -> None:
 
 def reference(check: AnswerCheck, value: Any) -> Any:
     """What answers are compared with: `value`, of the check or of a row's column, read for its type. A grader reads a
-    row with all its columns.
-
-    Raises:
-        ValueError: it cannot be read; what was found, and what is expected.
-    """
+    row with all its columns. Raises ValueError: it cannot be read; what was found, and what is expected."""
     match check.type:
         case "grader":
             assert check.grader is not None

@@ -107,10 +107,8 @@ def _refuse_mixed_lists(value: Any) -> None:
 def _refuse_parts(schema: dict[str, Any]) -> None:
     """Refuse what is no schema, cannot be bounded in time, or is not in the schema itself.
 
-    What `$ref` names may be where no schema is expected, so each target is checked as one by itself.
-
-    Raises:
-        ValueError, SchemaError.
+    What `$ref` names may be where no schema is expected, so each target is checked as one by itself. Raises ValueError,
+    SchemaError.
     """
     from jsonschema import FormatChecker
     from referencing import Registry

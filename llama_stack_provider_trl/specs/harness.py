@@ -121,11 +121,8 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_tasks(spec: HarnessSpec, index: Mapping[str, TaskEntry]) -> None:
-    """Return if all tasks of a job can be measured.
-
-    Raises:
-        Unusable: one is unknown, named twice, or cannot be measured here; names it, and what to do.
-    """
+    """Return if all tasks of a job can be measured. Raises Unusable: one is unknown, named twice, or cannot be measured
+    here; names it, and what to do."""
     found: dict[str, str] = {}
     for name in spec.tasks:
         for task, config in tasks_of(name, index).items():

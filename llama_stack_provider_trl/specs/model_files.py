@@ -34,13 +34,11 @@ class NotSent(Exception):
 
 
 def sent_files(found: ModelDirectory, *, has_code: bool) -> list[str]:
-    """The files of a model on this machine that another machine gets to train it.
+    """The files of a model on this machine that another machine gets to train it. Raises NotSent; OSError: one of them
+    cannot be read, or is a link out of the directory.
 
     Args:
         has_code: the model's own code may run here.
-
-    Raises:
-        NotSent; OSError: one of them cannot be read, or is a link out of the directory.
     """
     if has_code:
         raise NotSent("it comes with Python code of its own, which no machine gets from another one")

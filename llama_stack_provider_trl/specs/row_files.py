@@ -64,13 +64,11 @@ def parse_line(line: str) -> Any:
 
 
 def read_ndjson(file: BinaryIO, *, blank_lines: bool = False) -> Iterator[Row]:
-    """The rows of a file with one JSON object per line.
+    """The rows of a file with one JSON object per line. Raises InvalidRows: a line is not JSON, too long, or has a key
+    twice; names it.
 
     Args:
         blank_lines: skip them, instead of refusing them.
-
-    Raises:
-        InvalidRows: a line is not JSON, too long, or has a key twice; names it.
     """
     row = 0
     for number, marked in enumerate(_lines(file), start=1):
@@ -108,12 +106,8 @@ def read_ndjson(file: BinaryIO, *, blank_lines: bool = False) -> Iterator[Row]:
 def read_csv(file: BinaryIO) -> Iterator[Row]:
     """The rows of a CSV file with a header. All values are text, and an empty cell is an absent value, as in Llama
     Stack's own reader. Lines without a value are skipped; a first line such as `sep=;` names the separator. A column
-    without a name, as data frames write their index, has its number: "unnamed column 1".
-
-    Raises:
-        InvalidRows: the file is not CSV, its header has a name twice, or a row has more cells than the header; names
-            the line.
-    """
+    without a name, as data frames write their index, has its number: "unnamed column 1". Raises InvalidRows: the file
+    is not CSV, its header has a name twice, or a row has more cells than the header; names the line."""
     csv.field_size_limit(LINE_BYTES)
     _check_kind(file)
     text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
@@ -247,11 +241,8 @@ def read_parquet(file: BinaryIO) -> Iterator[Row]:
     """The rows of a Parquet file, in batches: as many as fit into `_BATCH_BYTES` by the file's metadata, at most 256.
 
     The metadata may be wrong, and a value that is stored once may occur in every row (1 KB of file, 5.7 GiB of rows in
-    batches of 1024): the memory limit of the service's reader ends it then.
-
-    Raises:
-        InvalidRows: a column, or a field of one, is there twice; the file is damaged, or of another kind; pyarrow is
-            not installed.
+    batches of 1024): the memory limit of the service's reader ends it then. Raises InvalidRows: a column, or a field of
+    one, is there twice; the file is damaged, or of another kind; pyarrow is not installed.
     """
     try:
         from pyarrow.parquet import ParquetFile

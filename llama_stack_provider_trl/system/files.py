@@ -106,11 +106,8 @@ def open_in(directory: Path, relative: str | Path) -> BufferedReader:
 
 
 def read_regular(path: Path, limit: int = _SMALL) -> bytes:
-    """The content of a small file, opened as by `open_regular`.
-
-    Raises:
-        OSError: those of `open_regular`. EFBIG: it has more than `limit` bytes.
-    """
+    """The content of a small file, opened as by `open_regular`. Raises OSError: those of `open_regular`. EFBIG: it has
+    more than `limit` bytes."""
     with open_regular(path) as file:
         data = file.read(limit + 1)
     if len(data) > limit:
@@ -416,11 +413,8 @@ def set_aside(path: Path) -> Path | None:
 
 
 def resolve_under(root: Path, relative: str | Path, field: str = "path") -> Path:
-    """The path `root / relative` without symlinks, which lies under `root`.
-
-    Raises:
-        InvalidRequest: `relative` is absolute, has a `..`, or leads out of `root` through a symlink; names `field`.
-    """
+    """The path `root / relative` without symlinks, which lies under `root`. Raises InvalidRequest: `relative` is
+    absolute, has a `..`, or leads out of `root` through a symlink; names `field`."""
     text = str(relative)
     if "\0" in text or Path(text).is_absolute() or ".." in Path(text).parts:
         raise InvalidRequest(field, text, "send a relative path without '..'.")

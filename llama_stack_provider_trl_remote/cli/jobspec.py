@@ -168,10 +168,8 @@ _TAKEN = frozenset(PurePosixPath("/", name) for name in (*_OF_THE_IMAGE, "usr", 
 def _mounted(options: argparse.Namespace) -> dict[PurePosixPath, bool]:
     """Directories that a container needs from outside, each with whether it is only read.
 
-    None of them is inside another one. A volume claim is mounted once, where all of them are.
-
-    Raises:
-        InvalidRequest: a path is below a directory of the image, or in the root of the file system.
+    None of them is inside another one. A volume claim is mounted once, where all of them are. Raises InvalidRequest: a
+    path is below a directory of the image, or in the root of the file system.
     """
     paths = {"--dataset": options.dataset, "--output": options.output}
     if PurePosixPath(options.model).is_absolute():

@@ -90,10 +90,7 @@ def proposed_lines(found: Search, url: str, token_file: str, certificate: str | 
     """What to run on each machine, that of the service first, which has no command; machines with an agent neither.
 
     The service is the one at `url`, or where that is an address of this machine only, the only one that was found. No
-    text from the network is part of a command.
-
-    Raises:
-        InvalidRequest: there is no such service, or there are several.
+    text from the network is part of a command. Raises InvalidRequest: there is no such service, or there are several.
     """
     url = _service_url(found, url)
     host = urlsplit(url).hostname or ""

@@ -175,10 +175,7 @@ def _named_answers(event: dict[str, Any]) -> dict[str, Any] | None:
 def check_order(order: TaskOrder) -> None:
     """Refuse an order that names a path outside this node's data directory, before anything is written.
 
-    The service never sends such an order; an attacker in its place may.
-
-    Raises:
-        InvalidRequest: names the field.
+    The service never sends such an order; an attacker in its place may. Raises InvalidRequest: names the field.
     """
     _expect("job_uuid", order.job_uuid, bool(re.fullmatch(JOB_UUID_PATTERN, order.job_uuid)), "a job's name")
     _expect("attempt", order.attempt, order.attempt > 0, "a number from 1 on")

@@ -82,13 +82,11 @@ class Models:
         used: Callable[[], Collection[str]] = tuple,
     ) -> dict[str, Path]:
         """Have every model of a task on this node. Returns name -> directory of those that are not read by their names.
+        Raises ModelMissing; OSError: the disk has no room. Those of the calls.
 
         Args:
             used: digests and names of models that its tasks use (`models_used`), which are not removed for another one.
                 Called in threads.
-
-        Raises:
-            ModelMissing; OSError: the disk has no room. Those of the calls.
         """
         found: dict[str, Path] = {}
         listed = {model.model: model for model in order.models}

@@ -73,11 +73,8 @@ class Outbox:
         return tuple(self._pending)
 
     def read_events(self) -> None:
-        """Read further whole lines of the event file.
-
-        Raises:
-            OSError: the order cannot be stored (a full disk); the same lines are read again the next time.
-        """
+        """Read further whole lines of the event file. Raises OSError: the order cannot be stored (a full disk); the
+        same lines are read again the next time."""
         ready: list[tuple[int, int]] = []
         pending: list[PendingEvent] = []
         read = self._read

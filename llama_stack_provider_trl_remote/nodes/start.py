@@ -166,12 +166,9 @@ def worker_settings(
     trust_remote_code: Sequence[str] = (),
     python_graders: bool = False,
 ) -> NodeSettings:
-    """Settings of a worker, from its command line and its environment.
-
-    Raises:
-        NodeError: there is no token, the service's address cannot be used by other machines, or SSL_CERT_FILE names no
-            file; InvalidRequest: there is no such device.
-    """
+    """Settings of a worker, from its command line and its environment. Raises NodeError: there is no token, the
+    service's address cannot be used by other machines, or SSL_CERT_FILE names no file; InvalidRequest: there is no such
+    device."""
     token = environ.get("TRL_SERVICE_NODE_TOKEN") or environ.get("TRL_SERVICE_TOKEN")
     if not token:
         raise NodeError(

@@ -91,14 +91,11 @@ class Space:
         self._models: dict[tuple[str, str | None], tuple[float, int]] = {}
 
     def require(self, use: Use, directory: Path, coming: int = 0, least: int | None = None) -> None:
-        """Require space for a write.
+        """Require space for a write. Raises OSError: ENOSPC; EROFS.
 
         Args:
             coming: bytes that it takes, where they are known.
             least: `min_free_bytes` of the job that it belongs to.
-
-        Raises:
-            OSError: ENOSPC; EROFS.
         """
         self._require(use, directory, coming, self._min_free if least is None else least)
 

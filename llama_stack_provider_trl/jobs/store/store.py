@@ -111,7 +111,7 @@ class Store(JobReader):
         admit: Callable[[], object] = lambda: None,
         counted: Mapping[str, int] = MappingProxyType({}),
     ) -> bool:
-        """Queue a job. A repeated POST with the same digest changes nothing.
+        """Queue a job. A repeated POST with the same digest changes nothing. Returns whether the job is new.
 
         Args:
             needed: rows that it trains on and the checkpoint that it begins with. They must still exist; none is
@@ -120,9 +120,6 @@ class Store(JobReader):
             then: a job that comes after it, queued with it or not at all.
             admit: called in the transaction if the job is new. What it raises refuses the job. It must be quick.
             counted: digest -> bytes of the rows that count for `created_by` with it.
-
-        Returns:
-            Whether the job is new.
 
         Raises:
             InvalidRequest: a job that it comes after does not exist, or can never complete; another job is to make the
@@ -181,11 +178,8 @@ class Store(JobReader):
     def add_trials(self, search: JobRecord, trials: Sequence[tuple[NewTrial, NewJob]]) -> bool:
         """Queue further trials of a search, all or none of them. They count as waiting jobs of its owner, without a
         limit: one of their number was allowed when the search was stored. Raises InvalidRequest, JobConflict,
-        StoreError: as `add_job`.
-
-        Returns:
-            False, and nothing changes, if the search is not in progress, or has these trials.
-        """
+        StoreError: as `add_job`. Returns False, and nothing changes, if the search is not in progress, or has these
+        trials."""
         with self.database.transaction() as execute:
             found = execute("count_trials", {"job_uuid": search.job_uuid}).fetchone()["trials"]
             if found != trials[0][0].number - 1:
@@ -301,15 +295,11 @@ class Store(JobReader):
         """Record a cancel: the job becomes `cancelled` if it waits and `cancelling` if it runs.
 
         While the database cannot be written, the cancel is kept in a file, and its supervisor ends the job all the
-        same.
+        same. Raises JobNotFound; JobConflict: the job has completed or failed; StoreError: the cancel is in the memory
+        of this process only.
 
         Args:
             message: the reason, where the user has not requested it.
-
-        Raises:
-            JobNotFound.
-            JobConflict: the job has completed or failed.
-            StoreError: the cancel is in the memory of this process only.
         """
         try:
             return self._record_cancel(job_uuid, message)
@@ -409,14 +399,12 @@ class Store(JobReader):
         return moved
 
     def retry(self, job: JobRecord, reason: Reason | None, message: str, wait: float, *, counts: bool = True) -> bool:
-        """Queue a job again whose attempt has ended, with a start in `wait` seconds at the earliest.
+        """Queue a job again whose attempt has ended, with a start in `wait` seconds at the earliest. Returns whether
+        the job was still in this state and attempt.
 
         Args:
             reason: None: it did not fail, its node is being drained.
             counts: as one of the job's `retries`.
-
-        Returns:
-            Whether the job was still in this state and attempt.
         """
         now = self._clock()
         first_line = message.partition("\n")[0]
@@ -433,14 +421,12 @@ class Store(JobReader):
         return moved
 
     def correct_waits(self, back: float, longest: float) -> int:
-        """Have waiting jobs wait no longer than they were to, after the clock was set back.
+        """Have waiting jobs wait no longer than they were to, after the clock was set back. Returns the number of jobs
+        whose times have changed.
 
         Args:
             back: seconds by which it was set back, as far as they are known.
             longest: seconds that a job waits at most before its next attempt.
-
-        Returns:
-            The number of jobs whose times have changed.
         """
         row = {"back": back, "longest": longest, "now": self._clock()}
         with self.database.transaction() as execute:

@@ -133,13 +133,11 @@ class Proposals:
         """Searches whose lack of descriptors or memory was logged."""
 
     def tend(self, name: str, search: SearchSpec, trials: Sequence[Trial], generation: Generation) -> Ending | None:
-        """Store the trials of a generation once they are known, without waiting for that.
+        """Store the trials of a generation once they are known, without waiting for that. Returns how the search ends,
+        where its next trials cannot be made; else None.
 
         Args:
             trials: all earlier ones, which have ended.
-
-        Returns:
-            How the search ends, where its next trials cannot be made; else None.
         """
         try:
             resolving = self._resolving.get(name)

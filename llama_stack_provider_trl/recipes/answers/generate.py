@@ -81,13 +81,11 @@ class AnswerFile:
         return [range(min(begin, total), min(begin + size, total)) for begin in begins]
 
     def add(self, lines: list[dict[str, Any]], found: list[Answered]) -> list[Answered]:
-        """Write the batch of each rank, and return when all are on the disk. A collective.
+        """Write the batch of each rank, and return when all are on the disk. A collective. Returns what the models of
+        all ranks have answered.
 
         Args:
             lines: of this rank's batch.
-
-        Returns:
-            What the models of all ranks have answered.
         """
         batches = self._team.gather((lines, found))
         for batch, _ in batches:
@@ -124,11 +122,8 @@ class AnswerFile:
 
 
 def generate_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
-    """Answer the prompts that earlier attempts have not, and make a dataset of all answers.
-
-    Raises:
-        JobFailure: a failure that the user can correct; any other exception is a bug or a limit of the machine.
-    """
+    """Answer the prompts that earlier attempts have not, and make a dataset of all answers. Raises JobFailure: a
+    failure that the user can correct; any other exception is a bug or a limit of the machine."""
     with replicas(attempt, writer) as (team, events):
         _generate(attempt, events, team)
 
@@ -178,13 +173,10 @@ def answer_all(
     team: Replicas = ALONE,
 ) -> bool:
     """Answer the questions that earlier attempts have not. A collective. The model is released when this returns, and
-    not loaded where there is none. Raises JobFailure: as `generate_attempt`.
+    not loaded where there is none. Raises JobFailure: as `generate_attempt`. Returns False: the attempt is paused.
 
     Args:
         more: steps of the job after the answers: those that are done, and all.
-
-    Returns:
-        False: the attempt is paused.
     """
     spec, rows = attempt.job, len(questions.prompts)
     total = rows * work.samples_per_prompt

@@ -114,15 +114,12 @@ def export(
 
     `final` is the model, under LoRA the adapter alone; `merged` the model with the adapter merged into its weights.
     With `dtype` bf16 or fp16 a whole model is written in it, half the size of the fp32 weights it was trained in; and
-    `merged` in that of its base model (`export_dtype`).
+    `merged` in that of its base model (`export_dtype`). Returns on rank 0 what was written, None on the others.
 
     Args:
         heartbeat: called after every unit of work.
         fencing_token: None: no other attempt writes there.
         require_space: raises where so many bytes do not fit; None: `need_space`.
-
-    Returns:
-        On rank 0 what was written, None on the others.
 
     Raises:
         JobFailure: export_failed, naming the check that failed and what differed; node_lost, where the fencing token

@@ -357,14 +357,12 @@ def first_undamaged(
 ) -> Path | None:
     """The first undamaged checkpoint; damaged ones before it are set aside and reported.
 
-    A collective: every rank verifies some of the files.
+    A collective: every rank verifies some of the files. Raises JobFailure: rank_failed, where only another machine's
+    copy is damaged; that copy is set aside.
 
     Args:
         candidates: each machine's own paths of the same checkpoints.
         on_first_only: only rank 0's disk has them; otherwise every disk has its own copies, which are verified, too.
-
-    Raises:
-        JobFailure: rank_failed, where only another machine's copy is damaged; that copy is set aside.
     """
     for checkpoint in candidates:
         here = None if on_first_only and not disks.sees_first else _damage(checkpoint, disks)
@@ -394,13 +392,11 @@ def first_undamaged(
 def need_space(spec: JobSpec, num_bytes: int, uploads: Path | None = None, writer: EventWriter | None = None) -> None:
     """Return if `num_bytes` more leave `min_free_bytes` free on the disk of the checkpoints.
 
-    Waits while checkpoints are uploaded to the service, since the agent removes them here afterwards.
+    Waits while checkpoints are uploaded to the service, since the agent removes them here afterwards. Raises OSError:
+    as a full disk does.
 
     Args:
         writer: gets a warning before a wait.
-
-    Raises:
-        OSError: as a full disk does.
     """
     writer = writer or NullEventWriter()
     has_warned, patience = False, _UPLOAD_GRACE

@@ -84,13 +84,11 @@ def write_weights(
     """Write a model's weights as `model.safetensors`, or as several files with their index. Every rank must call it.
 
     Names, tied weights (once) and conversions (experts of their own in the file, one tensor in the model) are those of
-    `save_pretrained` in transformers 5. Adapters are merged into their layers.
+    `save_pretrained` in transformers 5. Adapters are merged into their layers. Returns what the files must hold, by
+    name; on rank 0, empty on the others.
 
     Args:
         dtype: of the floating point weights in the files; what the architecture keeps in fp32 stays so.
-
-    Returns:
-        What the files must hold, by name; on rank 0, empty on the others.
     """
     groups = WeightGroups(model, dtype)
     files = _Files(directory, groups.planned)

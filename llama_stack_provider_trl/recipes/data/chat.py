@@ -155,11 +155,8 @@ def refuse_lost_turns(
 
 def ensure_chat_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Give a tokenizer without a chat template the default one. Raises JobFailure: `invalid_model` if there is no
-    `eos_token` either: such a model could not learn to stop.
-
-    Returns:
-        The warning to show, or None where the tokenizer had a template.
-    """
+    `eos_token` either: such a model could not learn to stop. Returns the warning to show, or None where the tokenizer
+    had a template."""
     if tokenizer.chat_template:
         return None
     if tokenizer.eos_token is None:
@@ -172,11 +169,8 @@ def ensure_chat_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def check_chat_template(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Try the template that a job sets for its tokenizer.
-
-    Raises:
-        JobFailure: invalid_request, it is no Jinja; invalid_model, it takes more than the limits allow.
-    """
+    """Try the template that a job sets for its tokenizer. Raises JobFailure: invalid_request, it is no Jinja;
+    invalid_model, it takes more than the limits allow."""
     if spec.data.chat_template is None:
         return
     try:

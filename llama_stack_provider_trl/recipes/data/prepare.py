@@ -213,7 +213,8 @@ def tokenize_sft(
 ) -> Tokenization:
     """Tokenize for `SFTTrainer`, a part at a time, with `dataset_kwargs={"skip_prepare_dataset": True}`. Raises
     JobFailure: `invalid_dataset` if the template refuses a row or no row is left, `invalid_model` if a chat is to be
-    rendered and the tokenizer has neither a template nor an `eos_token`.
+    rendered and the tokenizer has neither a template nor an `eos_token`. Returns tables with the columns `input_ids`
+    and `labels`; after the last one, the report on their rows.
 
     Args:
         tokenizer: one without a chat template is given `DEFAULT_CHAT_TEMPLATE`, so that checkpoints carry it.
@@ -222,9 +223,6 @@ def tokenize_sft(
         reasoning: whether thoughts are left out of the rows.
         side: right, sequences lose their end; left, their beginning, but for a `bos_token`.
         first: number of the first example's row.
-
-    Returns:
-        Tables with the columns `input_ids` and `labels`; after the last one, the report on their rows.
     """
     encoder = SftEncoder(Chat(tokenizer), "all" if train_on_input else train_on, reasoning)
     counter = TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
@@ -326,11 +324,8 @@ def tokenize_kto(
     first: int = 0,
 ) -> Tokenization:
     """Tokenize for `KTOTrainer`, a part at a time, with its `_prepare_dataset` switched off: as `tokenize_dpo`, with
-    one answer.
-
-    Returns:
-        Tables with the columns `prompt_ids`, `completion_ids` and `label`; after the last one, the report.
-    """
+    one answer. Returns tables with the columns `prompt_ids`, `completion_ids` and `label`; after the last one, the
+    report."""
     chat = Chat(tokenizer)
     counter = TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
     tables = (
@@ -356,13 +351,11 @@ def tokenize_prompts(
 ) -> Tokenization:
     """Tokenize prompts that are answered while a job trains, with the header of their answer, a part at a time.
 
-    Arguments, errors and the report are those of `tokenize_sft`.
+    Arguments, errors and the report are those of `tokenize_sft`. Returns tables with the columns `prompt_ids` and
+    `row`; after the last one, the report on their rows.
 
     Args:
         answer: tokens of an answer at most; a prompt that leaves fewer within `max_seq_length` is dropped.
-
-    Returns:
-        Tables with the columns `prompt_ids` and `row`; after the last one, the report on their rows.
     """
     chat = Chat(tokenizer)
     counter = TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length)
@@ -385,11 +378,8 @@ def tokenize_taught_prompts(
     first: int = 0,
 ) -> Tokenization:
     """As `tokenize_prompts`, with each prompt as a teacher's own chat template writes it and its tokenizer reads it.
-    The longer one of both decides whether a prompt is dropped.
-
-    Returns:
-        Tables with the columns `prompt_ids`, `row` and `teacher_ids`; after the last one, the report on their rows.
-    """
+    The longer one of both decides whether a prompt is dropped. Returns tables with the columns `prompt_ids`, `row` and
+    `teacher_ids`; after the last one, the report on their rows."""
     chat, other = Chat(tokenizer), Chat(teacher)
     counter = TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length)
 

@@ -198,11 +198,8 @@ def has_images(
 
 
 def encode_pairs(chat: Chat, chunk: Sequence[tuple[int, PreferenceExample]]) -> Iterator[list[EncodedPair]]:
-    """The pairs of each row, in the order of its `pairs`.
-
-    Raises:
-        JobFailure, InvalidRows: as `has_images`; invalid_dataset, a text has a token of images.
-    """
+    """The pairs of each row, in the order of its `pairs`. Raises JobFailure, InvalidRows: as `has_images`;
+    invalid_dataset, a text has a token of images."""
     with_images = {row for row, example in chunk if has_images(chat, example, example.prompt, row, "prompt")}
     rows = [(row, example) for row, example in chunk if example.pairs]
     prompts, answers = [example.prompt for _, example in rows], [example.answers for _, example in rows]

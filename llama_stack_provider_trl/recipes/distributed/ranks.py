@@ -108,11 +108,8 @@ def gather_all[Value](value: Value, group: Any = None) -> list[Value]:
 
 
 def on_all_ranks[Value](work: Callable[[], Value], group: Any = None) -> list[Value]:
-    """Run `work` on every rank and return the results, by rank. A collective.
-
-    Raises:
-        the exception of `work` on this rank; RankLost, where it failed on other ranks only.
-    """
+    """Run `work` on every rank and return the results, by rank. A collective. Raises the exception of `work` on this
+    rank; RankLost, where it failed on other ranks only."""
     value: Any = None
     error: BaseException | None = None
     try:

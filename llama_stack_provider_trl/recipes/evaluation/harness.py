@@ -61,11 +61,8 @@ class LoadedTasks(NamedTuple):
 
 
 def measure_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
-    """Measure the model on the tasks that earlier attempts have not, and report their measures.
-
-    Raises:
-        JobFailure: a failure that the user can correct; any other exception is a bug or a limit of the machine.
-    """
+    """Measure the model on the tasks that earlier attempts have not, and report their measures. Raises JobFailure: a
+    failure that the user can correct; any other exception is a bug or a limit of the machine."""
     check_world_size(1)
     assert isinstance(attempt.job.work, EvaluateSpec)
     work = attempt.job.work.harness

@@ -98,10 +98,8 @@ def lora_of(trained: Trained, target: ExportTarget) -> Lora:
 
 
 def write_gguf(trained: Trained, lora: Lora, kind: GgufType, output: Path) -> float:
-    """Write an adapter as GGUF, with the chat template beside it, and compare each pair with PEFT's.
-
-    Returns:
-        As `check_written`.
+    """Write an adapter as GGUF, with the chat template beside it, and compare each pair with PEFT's. Returns what
+    `check_written` does.
 
     Raises:
         JobFailure: a layer that is not mapped; values that F16 cannot hold; a file that is not the adapter.

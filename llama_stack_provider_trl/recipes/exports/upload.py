@@ -57,14 +57,11 @@ class _File(NamedTuple):
 
 
 def uploaded(directory: Path, destination: Destination, job_uuid: str) -> dict[str, Any]:
-    """Send the files of a directory, and return where they are.
+    """Send the files of a directory, and return where they are. Raises JobFailure: invalid_request, the place has other
+    files, or refuses the account; export_failed, it does not answer, or has other bytes than were sent.
 
     Args:
         job_uuid: of the export, for the message of a commit and the list in a bucket.
-
-    Raises:
-        JobFailure: invalid_request, the place has other files, or refuses the account; export_failed, it does not
-            answer, or has other bytes than were sent.
     """
     files = {path.name: _described(path) for path in _files(directory)}
     if destination.scheme == HUB:

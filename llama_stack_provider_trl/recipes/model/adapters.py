@@ -124,12 +124,10 @@ def check_adapter(
     """Return if the files of an adapter are whole, and its weights are those of its configuration on this base model.
 
     Reads headers only. Of a model with code of its own, or that cannot be built without weights, they are not compared.
+    Raises JobFailure: invalid_model.
 
     Args:
         lora: settings that the adapter is continued with; None: those in its own files.
-
-    Raises:
-        JobFailure: invalid_model.
     """
     check_adapter_files(directory)
     try:

@@ -124,12 +124,9 @@ def check_adapter_files(directory: Path) -> None:
 
 
 def whole_weights(source: ModelSource) -> WeightFiles:
-    """The files on this machine that a model's weights are loaded from, which look whole.
-
-    Raises:
-        JobFailure: invalid_model, as `check_files` and `check_weights_index`; a directory has no weights, lacks a file
-            that its index or configuration names, or has an adapter, too.
-    """
+    """The files on this machine that a model's weights are loaded from, which look whole. Raises JobFailure:
+    invalid_model, as `check_files` and `check_weights_index`; a directory has no weights, lacks a file that its index
+    or configuration names, or has an adapter, too."""
     model, revision = source.location, source.revision
     found = partial(_found, model, revision=revision, local_only=True)
     used = next((name for name in WEIGHTS if found(name)), None)

@@ -60,12 +60,9 @@ def ranks_per_machine(spec: JobSpec) -> int:
 
 
 def fsdp_arguments(spec: JobSpec) -> dict[str, Any]:
-    """Trainer's arguments for sharding; none where nothing is sharded.
-
-    Raises:
-        JobFailure: invalid_request, for HYBRID_SHARD where every node has one rank, so that nothing would be sharded;
-            for offloaded activations, in jobs of releases that did not refuse them.
-    """
+    """Trainer's arguments for sharding; none where nothing is sharded. Raises JobFailure: invalid_request, for
+    HYBRID_SHARD where every node has one rank, so that nothing would be sharded; for offloaded activations, in jobs of
+    releases that did not refuse them."""
     if not is_sharded(spec) or spec.sharding is None:
         return {}
     if spec.compute.activation_offloading:

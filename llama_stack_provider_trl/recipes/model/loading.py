@@ -73,10 +73,7 @@ def auto_class(config: Any, *, is_reward: bool) -> tuple[Any, dict[str, Any]]:
 def choose_device(name: str) -> torch.device:
     """`auto` (cuda, then mps, then cpu), `cpu`, `cuda`, `cuda:N` or `mps` as a torch device that exists here.
 
-    Sets which kernels a GPU computes attention with.
-
-    Raises:
-        JobFailure: invalid_request, when the device is not there.
+    Sets which kernels a GPU computes attention with. Raises JobFailure: invalid_request, when the device is not there.
     """
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     kind = name.partition(":")[0]
@@ -219,10 +216,7 @@ def load_config(source: ModelSource) -> Any:
 
 def vocabulary_size(source: ModelSource) -> int:
     """Number of tokens that the model has embeddings for, which some architectures have more of than `vocab_size`.
-
-    Raises:
-        JobFailure: invalid_model, as `load_config`; or the model pads with a token that it has no embedding for.
-    """
+    Raises JobFailure: invalid_model, as `load_config`; or the model pads with a token that it has no embedding for."""
     config = load_config(source)
     text = config.get_text_config()
     for blocks in (1, None):  # one is enough, but where a configuration lists its blocks
@@ -255,11 +249,9 @@ def check_weights(
 ) -> None:
     """Return if a model's files of weights that are on this machine are whole, and what its configuration describes.
 
-    Reads their headers, once in a process. Of a model with code of its own, or with quantized weights, weights are
-    not compared.
-
-    Raises:
-        JobFailure: invalid_model, with the file, and the weight with both shapes, or those that are missing.
+    Reads their headers, once in a process. Of a model with code of its own, or with quantized weights, weights are not
+    compared. Raises JobFailure: invalid_model, with the file, and the weight with both shapes, or those that are
+    missing.
     """
     config, files = load_config(source), whole_weights(source)
     if not is_reward:
@@ -277,14 +269,12 @@ def load_model(
     source: ModelSource, storage: WeightStorage, device: torch.device, warn: Callable[[str], None] = lambda _: None
 ) -> PreTrainedModel:
     """The causal LM to train. A model that is to be sharded stays in CPU memory: a deferred one in the files' own
-    dtype, so that its weights are mapped and not copied, nor quantized.
+    dtype, so that its weights are mapped and not copied, nor quantized. Raises JobFailure: invalid_model, when it is
+    missing, is no causal LM, its weights are damaged or of other shapes, or its index names files outside its
+    directory.
 
     Args:
         warn: called with what its configuration does not have as its files do.
-
-    Raises:
-        JobFailure: invalid_model, when it is missing, is no causal LM, its weights are damaged or of other shapes, or
-            its index names files outside its directory.
     """
     check_weights(source, is_reward=storage.is_reward, has_head=storage.has_head)
     check_weights_index(source.location, source.revision)

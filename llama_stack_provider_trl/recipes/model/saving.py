@@ -86,14 +86,12 @@ def write_configuration(model: PreTrainedModel, directory: Path, dtype: torch.dt
 
 
 def try_exports(spec: JobSpec, tokenizer: PreTrainedTokenizerBase, warn: Callable[[str], None]) -> None:
-    """Write and read back the exports of a job, without weights: a failure must be known before training.
+    """Write and read back the exports of a job, without weights: a failure must be known before training. Raises
+    JobFailure: invalid_model, with the file and the problem; invalid_request, as `adapter_config`.
 
     Args:
         tokenizer: with the chat template that the job trains with.
         warn: called with what the exports will lack.
-
-    Raises:
-        JobFailure: invalid_model, with the file and the problem; invalid_request, as `adapter_config`.
     """
     kinds, fault = exports(spec), None
     if not kinds:

@@ -96,14 +96,11 @@ class ServedModel:
         self._admitted, self._turn = Turns(spec.at_once), Turns()
 
     def answer(self, request: ServeRequest, send: Callable[[Answer], None], check: Callable[[], None]) -> None:
-        """Answer a request.
+        """Answer a request. Raises JobFailure: the request, or its adapter, cannot be used. Others can.
 
         Args:
             send: gets the parts of the answer; may take its time, while others have the model.
             check: called before each token; raises where the answer is no longer wanted.
-
-        Raises:
-            JobFailure: the request, or its adapter, cannot be used. Others can.
         """
         with self._admitted:
             check()

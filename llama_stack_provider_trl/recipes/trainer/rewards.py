@@ -47,11 +47,8 @@ class Scores(NamedTuple):
 
 
 class Rewards:
-    """The rewards of a job. Functions are imported here; `load_models` loads what its reward models are.
-
-    Raises:
-        JobFailure: a function is not installed, or cannot be imported; a grader cannot be used.
-    """
+    """The rewards of a job. Functions are imported here; `load_models` loads what its reward models are. Raises
+    JobFailure: a function is not installed, or cannot be imported; a grader cannot be used."""
 
     def __init__(self, spec: GrpoSpec) -> None:
         self._sources = spec.rewards
@@ -87,13 +84,11 @@ class Rewards:
     ) -> list[dict[str, Replied]]:
         """What the models of graders write of each completion, by the names of the sources.
 
-        Each grader asks its model about all completions together.
+        Each grader asks its model about all completions together. Raises JobFailure: a chat template refuses the
+        messages of a grader.
 
         Args:
             rows, row_numbers: as of `score`.
-
-        Raises:
-            JobFailure: a chat template refuses the messages of a grader.
         """
         found: list[dict[str, dict[str, Reply | GradingError]]] = [{} for _ in completions]
         for source in self._sources:

@@ -95,13 +95,11 @@ def _mismatch(found: str) -> JobFailure:
 def choose_head_kernels(kind: str) -> tuple[str, str]:
     """Have fused heads of this process compute in torch where Triton cannot compile its kernels.
 
-    TRL uses Triton on every GPU, and a process without a C compiler would fail at its first step.
+    TRL uses Triton on every GPU, and a process without a C compiler would fail at its first step. Returns what fused
+    heads compute with, triton or torch, and a warning; empty: none is due.
 
     Args:
         kind: cuda, mps or cpu.
-
-    Returns:
-        What fused heads compute with, triton or torch, and a warning; empty: none is due.
     """
     import trl.kernels.chunked_divergence as divergence
     import trl.kernels.chunked_logprob as kernels

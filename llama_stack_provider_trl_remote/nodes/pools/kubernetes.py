@@ -20,11 +20,8 @@ Object = Mapping[str, Any]
 
 
 class ClusterApi(Protocol):
-    """A namespace of a Kubernetes cluster.
-
-    Raises:
-        PoolUnavailable: it does not answer, or not with what was requested; repeated later.
-    """
+    """A namespace of a Kubernetes cluster. Raises PoolUnavailable: it does not answer, or not with what was requested;
+    repeated later."""
 
     def create_job(self, manifest: Object) -> None:
         """Create a Job; one of its name that exists stays as it is. Raises PoolRefusal: it would be refused again."""

@@ -60,11 +60,8 @@ def is_beneath(path: str, roots: Iterable[str]) -> bool:
 
 
 def find_files(path: str, roots: Sequence[str]) -> list[str]:
-    """The files of a dataset, in the order of their names; those of a directory have one kind.
-
-    Raises:
-        InvalidRows: there are none, of several kinds, or of another one; a symbolic link leads out of the roots.
-    """
+    """The files of a dataset, in the order of their names; those of a directory have one kind. Raises InvalidRows:
+    there are none, of several kinds, or of another one; a symbolic link leads out of the roots."""
     real_roots = [os.path.realpath(root) for root in roots]
     found = [path]
     if os.path.isdir(path):

@@ -78,14 +78,9 @@ class NodePlan:
 
 async def start_node(host: InventoryHost, plan: NodePlan, progress: Progress = lambda text: None) -> dict[str, Any]:
     """Have an agent run on this machine which has joined the service. One that runs with the same wheel and settings is
-    left alone; another one is replaced, and its trainings continue.
-
-    Returns:
-        `state` (started, replaced or unchanged), `pid`, and the version of its `python`.
-
-    Raises:
-        HostError: it failed; the machine has no agent that has not joined.
-    """
+    left alone; another one is replaced, and its trainings continue. Returns `state` (started, replaced or unchanged),
+    `pid`, and the version of its `python`. Raises HostError: it failed; the machine has no agent that has not
+    joined."""
     request = {
         "action": "up",
         "url": plan.url,
@@ -118,13 +113,11 @@ async def stop_node(
     host: InventoryHost, progress: Progress = lambda text: None, *, only: str | None = None
 ) -> dict[str, Any]:
     """End the agent of a machine and everything that it started, and remove its token. Raises HostError: also where a
-    process remains.
+    process remains. Returns `state` (ended, not running, absent, or another node), and the number of processes that
+    were `ended`.
 
     Args:
         only: name of the node; an agent that runs there under another name is left alone.
-
-    Returns:
-        `state` (ended, not running, absent, or another node), and the number of processes that were `ended`.
     """
     return await _request(host, {"action": "down", "only": only}, STOP, progress)
 

@@ -42,11 +42,7 @@ def remove_results(spec: JobSpec) -> None:
 def begin_answers(store: Store, task: NodeTaskRecord, spec: JobSpec, digests: Digests) -> tuple[int, str]:
     """Leave the whole batches of a job's answers: its node gets these, and appends. A repetition is harmless. Raises
     Gone: the task is not current; NotFound: the job answers no prompts; OSError: the file cannot be written, or is
-    something else.
-
-    Returns:
-        Size and sha256 of their file.
-    """
+    something else. Returns size and sha256 of their file."""
     answering = spec.does.answering
     if answering is None:
         raise NotFound(_no_file(spec, ANSWERS))

@@ -136,11 +136,8 @@ class UploadReceiver:
 
     def add_log(self, task_id: str, node: str, name: str, offset: int, data: bytes) -> int:
         """Append a part of a log. A part that begins beyond the end of the log leaves a gap. Raises Gone; NotFound:
-        there is no such log; WrongOffset: it begins before the end of the log; OSError: the disk is full.
-
-        Returns:
-            The byte of the node's file up to which the log is here.
-        """
+        there is no such log; WrongOffset: it begins before the end of the log; OSError: the disk is full. Returns the
+        byte of the node's file up to which the log is here."""
         task = self.current(task_id, node)
         if not LOG.fullmatch(name):
             raise NotFound(f"{name!r} is no log: rank-0.log, rank-1.log ... and torchrun.log are")

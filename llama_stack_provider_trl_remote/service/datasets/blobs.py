@@ -179,14 +179,11 @@ class Blobs:
     ) -> Converted | None:
         """Store the rows of a file, a hub dataset or files of a bucket. Raises InvalidRows: it cannot be read, or not
         in time, or not within `reader_memory_mb`; TooLarge: it has too many rows, or they or its files take more than
-        `max_upload_mb`; OSError: the disk is full.
+        `max_upload_mb`; OSError: the disk is full. Returns None where they have the stamp `known`.
 
         Args:
             file: descriptor of the file; it stays open. None: the uri is one of the hub or a bucket.
             known: stamp of the rows that are stored already, of a uri without a file.
-
-        Returns:
-            None: they have the stamp `known`.
         """
         async with entered(self._converting()) as (staging, spare):
             limits = map(str, (self._settings.max_rows, self._settings.max_upload_mb, spare))

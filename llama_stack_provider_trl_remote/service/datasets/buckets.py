@@ -55,13 +55,10 @@ def credentials(environ: Mapping[str, str]) -> dict[str, str]:
 
 def read_bucket(files: BucketFiles, known: str | None) -> BucketRows | None:
     """List files of a bucket, whose rows are read later. Raises InvalidRows: there are no such files, they may not be
-    read, or the store does not answer.
+    read, or the store does not answer. Returns None where the files have the stamp `known`.
 
     Args:
         known: the stamp of the rows that the caller has.
-
-    Returns:
-        None: the files have the stamp `known`.
     """
     store = _store()
     try:

@@ -62,15 +62,12 @@ class _CommitFiles(NamedTuple):
 def read_hub(dataset: HubDataset, work: Path, known: str | None, most: int, spare: int) -> HubRows | None:
     """Find the commit of a dataset, and fetch its files that the cache lacks. Raises InvalidRows: there is no such
     dataset, revision, configuration or split, or it may not be read, or the hub does not answer; TooLargeFiles;
-    OSError: the disk is full.
+    OSError: the disk is full. Returns None where the commit is `known`.
 
     Args:
         known: the commit whose rows the caller has.
         most: bytes that the files of the split may have.
         spare: bytes that must stay free on the disk of the cache.
-
-    Returns:
-        None: the commit is `known`.
     """
     commit, reached = _commit(dataset)
     if commit == known:

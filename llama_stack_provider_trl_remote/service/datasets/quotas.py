@@ -227,11 +227,8 @@ class CountedRows:
                 self._held[sha256] += 1
 
     def check(self, sha256: str | None, owner: str, held: HeldRows) -> None:
-        """Require room for stored rows that do not count for a token yet.
-
-        Raises:
-            QuotaReached: it has as many as it may. The rows are removed, unless something else has them.
-        """
+        """Require room for stored rows that do not count for a token yet. Raises QuotaReached: it has as many as it
+        may. The rows are removed, unless something else has them."""
         if self._owners is None or self._quotas is None or sha256 is None or self._owners.owns(sha256, owner):
             return
         try:

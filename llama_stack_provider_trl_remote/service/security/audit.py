@@ -98,13 +98,11 @@ class AuditLog:
             return cut
 
     def submit(self, event: str, of: Future[int | None] | None = None, **fields: Any) -> Future[int | None]:
-        """Have the writer append one line; waits for nothing.
+        """Have the writer append one line; waits for nothing. Returns its number, once it is written; None: the file
+        cannot be written, which the next line reports.
 
         Args:
             of: of an earlier line, whose number this one names.
-
-        Returns:
-            Its number, once it is written; None: the file cannot be written, which the next line reports.
         """
         return self._writer.submit(partial(self._write, event, self._clock(), of, fields))
 
@@ -164,10 +162,7 @@ class AuditLog:
         """Lines with numbers above `after`, oldest first, and the number to continue after.
 
         That number is `after` itself where no more lines exist yet. A page may be empty and have more behind it, since
-        a filter reads on.
-
-        Raises:
-            StoreError: the files cannot be read.
+        a filter reads on. Raises StoreError: the files cannot be read.
         """
         found: list[Line] = []
         last = after

@@ -273,10 +273,7 @@ async def _while_valid(caller: Caller, body: Body, answer: ResponseState, handle
     """Handle a request for as long as its token is valid.
 
     Only an answer that is being sent or a body that is being received is broken off. Everything between takes effect as
-    a whole, or not at all.
-
-    Raises:
-        Refused: 401.
+    a whole, or not at all. Raises Refused: 401.
     """
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle

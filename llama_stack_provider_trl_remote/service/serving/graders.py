@@ -57,14 +57,12 @@ async def ask(
     seconds: float,
 ) -> tuple[dict[str, Reply | GradingError], Counter[str]]:
     """What the models of a grader reply about an answer, by the processes that answer chats, and their tokens. Raises
-    LimitReached, NotServed, OSError: nothing can answer now, or not in time.
+    LimitReached, NotServed, OSError: nothing can answer now, or not in time. Returns replies by the names of graders,
+    and tokens by those of models.
 
     Args:
         names: as of `refuse_models`, which has let the grader pass.
         seconds: that all replies together may take.
-
-    Returns:
-        Replies by the names of graders, and tokens by those of models.
     """
     try:
         async with asyncio.timeout(seconds):

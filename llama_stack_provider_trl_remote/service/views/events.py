@@ -93,11 +93,8 @@ class Page(NamedTuple):
 def read_page(store: Store, job_uuid: str, after: Cursor, limit: int, size: int = _PIECE) -> Page:
     """Read the next events behind a cursor: at most `limit`, and about `size` bytes of each attempt.
 
-    Lines that are no events are left out, as in the supervisor.
-
-    Raises:
-        JobNotFound.
-        InvalidRequest: the cursor is not one of this job's.
+    Lines that are no events are left out, as in the supervisor. Raises JobNotFound; InvalidRequest: the cursor is not
+    one of this job's.
     """
     state, files = store.event_files(job_uuid, after.attempt)
     if after.attempt and (not files or files[0].attempt != after.attempt):
