@@ -53,11 +53,7 @@ _PARAMS = {
 
 
 class FineTuning:
-    """Creates jobs.
-
-    Args:
-        models: by the names of `openai.models`.
-    """
+    """Creates jobs. `models`: by the names of `openai.models`."""
 
     def __init__(
         self, submissions: Submissions, store: Store, files: OpenAIFiles, models: Mapping[str, OpenAIModel]

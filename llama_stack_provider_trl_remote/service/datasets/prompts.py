@@ -17,11 +17,7 @@ _SECONDS = 10
 
 
 class RowPrompts:
-    """Reads prompts.
-
-    Args:
-        memory_mb: MiB that reading a row may take.
-    """
+    """Reads prompts. `memory_mb`: MiB that reading a row may take."""
 
     def __init__(self, registry: DatasetRegistry, blobs: Blobs, memory_mb: int) -> None:
         self._registry, self._blobs = registry, blobs
