@@ -57,7 +57,6 @@ class Mlflow:
         return {"run_id": run_id}
 
     def finish(self, target: Target, position: dict[str, Any], state: JobState) -> None:
-        """See `Tracker.finish`."""
         run_id = position.get("run_id") or self._begin(target)
         self._client.set_terminated(run_id, _STATES[state])
 

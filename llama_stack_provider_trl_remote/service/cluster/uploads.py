@@ -153,7 +153,6 @@ class UploadReceiver:
             return append_log(task.run_dir / name, offset, data)
 
     def begin_answers(self, task_id: str, node: str) -> AnswersBegin:
-        """See `answers.begin_answers`."""
         task = self.first(task_id, node)
         size, sha256 = begin_answers(self._store, task, self._store.get(task.job_uuid).spec, self._digests)
         return AnswersBegin(size=size, sha256=sha256)
@@ -164,7 +163,6 @@ class UploadReceiver:
         return find_file(self._store.get(task.job_uuid).spec, self._digests, name)
 
     def add_answers(self, task_id: str, node: str, name: str, offset: int, data: bytes) -> int:
-        """See `answers.append_answers`."""
         task = self.first(task_id, node)
         job = self._store.get(task.job_uuid)
         self._space.require(Use.checkpoint, job.spec.checkpoint_dir, len(data), job.spec.lifecycle.min_free_bytes)

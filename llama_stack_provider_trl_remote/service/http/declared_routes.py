@@ -40,19 +40,15 @@ class Routes:
         return self._declare("GET", path, options)
 
     def head(self, path: str, **options: Any) -> Callable[..., Any]:
-        """As `get`."""
         return self._declare("HEAD", path, options)
 
     def post(self, path: str, **options: Any) -> Callable[..., Any]:
-        """As `get`."""
         return self._declare("POST", path, options)
 
     def put(self, path: str, **options: Any) -> Callable[..., Any]:
-        """As `get`."""
         return self._declare("PUT", path, options)
 
     def delete(self, path: str, **options: Any) -> Callable[..., Any]:
-        """As `get`."""
         return self._declare("DELETE", path, options)
 
     def serve(self, app: FastAPI, prefix: str, dependencies: Sequence[Any] = ()) -> Iterator[APIRoute]:

@@ -72,7 +72,7 @@ class Submissions:
             self._queued([body])
 
     async def submit_all(self, bodies: Mapping[str, JobBody], caller: Caller) -> None:
-        """Queue several jobs, which may name those before them, or none of them. Raises As `submit`; the field of an
+        """Queue several jobs, which may name those before them, or none of them. Raises as `submit`; the field of an
         InvalidRequest has that of the job before it. `bodies`: by the field of the request that has each."""
         await in_work_thread(self._quotas.require, caller.name, 0)
         draft = Draft(self._store)
