@@ -6,7 +6,7 @@ crashed between recording a task and starting it may call it again.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -104,6 +104,14 @@ class Observation:
     """The reason for which the runner ended the task; None: it did not, or on a request."""
     stacks: str = ""
     """The Python stacks of every rank when the task was found to hang."""
+
+
+class MasterPorts(Protocol):
+    """Chooses the rendezvous port for the ranks of a task on this machine."""
+
+    def choose(self, run_dirs: Iterable[Path]) -> tuple[int, int]:
+        """A free port that no task in `run_dirs` was given, and the last port that may replace it if another process
+        listens on it by then. Raises OSError: no port of the range is free."""
 
 
 class Launcher(Protocol):

@@ -17,15 +17,14 @@ PORTS = 100
 
 
 class PortRange:
-    """Rendezvous ports of this machine for the ranks of tasks: `count` of them from `first` on."""
+    """The `MasterPorts` of this machine: `count` ports from `first` on."""
 
     def __init__(self, first: int = FIRST_PORT, count: int = PORTS) -> None:
         self._first = first
         self._count = count
 
     def choose(self, run_dirs: Iterable[Path]) -> tuple[int, int]:
-        """A free port that no task in `run_dirs` was given, and the last port that may replace it if another process
-        listens on it by then. Raises OSError: no port of the range is free."""
+        """See `MasterPorts.choose`."""
         given = (given_port(run_dir) for run_dir in run_dirs)
         port = free_port(self._first, self._count, {port for port in given if port is not None})
         return port, self._first + self._count - 1

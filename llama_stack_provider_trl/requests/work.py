@@ -22,7 +22,6 @@ from ..specs.exports import ExportSpec, ExportTarget, GgufType, destination_of
 from ..specs.harness import HarnessSpec
 from ..specs.merge import ADAPTER_METHODS, MODEL_METHODS, PRUNING_METHODS, MergeInput, MergeMethod, MergeSpec
 from ..specs.methods import Call
-from ..specs.model_source import ModelSource
 from ..specs.names import CheckedNames
 from ..specs.promotion import PromotionCondition
 from ..specs.work import (
@@ -365,7 +364,7 @@ class MergeRequest(WorkRequest):
                 raise InvalidRequest(name, getattr(self, name), hint)
         if self.method == "slerp" and len(self.models) != 2:
             raise InvalidRequest("method", "slerp", f"it merges two models, {len(self.models)} are named")
-        sources = [_read_alone(base) for base in found]
+        sources = [(base.adapter or base.source).alone() for base in found]
         inputs = zip(sources, self.models, strict=False)
         return MergeWork(
             merge=MergeSpec(
@@ -439,11 +438,6 @@ NO_SUCH_KIND = f"a job that trains has no kind; others are: {', '.join(KINDS)}"
 def _further(base: Base) -> dict[str, Any]:
     """The fields of a FurtherModel."""
     return {**dict(base.source), "adapter": base.adapter, "lora": base.lora}
-
-
-def _read_alone(base: Base) -> ModelSource:
-    """What a merge reads: a model, or an adapter without the model below it."""
-    return (base.adapter or base.source).alone()
 
 
 def _refuse_ignored_sampling(temperature: float, **given: float) -> None:

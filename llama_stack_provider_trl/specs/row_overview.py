@@ -242,7 +242,7 @@ def read_overview(file: BinaryIO, first: int = 0, count: int = 20) -> Overview:
         row = _parsed(line, number)
         begin, read = read, read + len(line)
         columns.update(name for name, value in row.items() if value is not None)
-        length = _length(row)
+        length = sum(map(len, _texts(row)))
         lengths.append(length)
         if length > longest:
             longest, longest_row = length, number
@@ -307,10 +307,6 @@ def _texts(value: Any) -> Iterator[str]:
             waiting += reversed(one.values())
         elif isinstance(one, list):
             waiting += reversed(one)
-
-
-def _length(row: dict[str, Any]) -> int:
-    return sum(map(len, _texts(row)))
 
 
 def _digest(row: dict[str, Any]) -> bytes:

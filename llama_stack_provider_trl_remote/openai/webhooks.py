@@ -25,8 +25,7 @@ from llama_stack_provider_trl.errors import StoreError
 from llama_stack_provider_trl.jobs.store.monitoring.webhooks import Delivery
 from llama_stack_provider_trl.jobs.store.store import Store
 
-from ..nodes.identity import NodeError
-from ..nodes.token_file import read_token
+from ..nodes.identity import NodeError, read_token
 from ..service.openai_settings import WEBHOOK_EVENTS, OpenAIWebhook, webhook_key
 from ..service.settings import SettingsError
 from .names import JOB

@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from ...errors import InvalidRequest, JobFailure
-from ...launch.base import Launcher, TaskSpec
-from ...launch.ports import PortRange
+from ...launch.base import Launcher, MasterPorts, TaskSpec
 from ...requests.untrained import refuse_destination
 from ...specs.events import Reason
 from ...specs.exports import accounts_of
@@ -57,7 +56,7 @@ class Attempts:
         data_dir: Path,
         python: str | None,
         hang_timeout: float | None,
-        ports: PortRange | None,
+        ports: MasterPorts | None,
         export_destinations: Sequence[str] = (),
     ) -> None:
         self._store = store

@@ -27,8 +27,7 @@ from ...errors import (
     is_exhausted,
     shortage_of,
 )
-from ...launch.base import Launcher, Observation, TaskSpec, TaskState
-from ...launch.ports import PortRange
+from ...launch.base import Launcher, MasterPorts, Observation, TaskSpec, TaskState
 from ...specs.events import CheckpointSaved, Reason, read_events
 from ...system.data_dir import DataDir
 from ...system.files import RunDir, can_write, tail
@@ -94,7 +93,7 @@ class Supervisor:
         python: str | None = None,
         tick: float = TICK,
         hang_timeout: float | None = None,
-        ports: PortRange | None = None,
+        ports: MasterPorts | None = None,
         blob_retention: float | None = None,
         nodes: Callable[[], Sequence[Node]] | None = None,
         beside: Callable[[], None] | None = None,

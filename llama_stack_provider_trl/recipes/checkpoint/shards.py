@@ -102,7 +102,7 @@ def parts_of(
     for number, (name, tensor) in enumerate(sorted(tensors.items())):
         rows = rows_of(tensor)
         if rows.is_ours_to_write and (isinstance(tensor, DTensor) or number % writers == writer):
-            start = layout.starts[name] + rows.first * _row_bytes(tensor)
+            start = layout.starts[name] + rows.first * tensor.element_size() * math.prod(tensor.shape[1:])
             yield start, rows.values.contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -174,10 +174,6 @@ def rows_of(tensor: torch.Tensor) -> LocalRows:
         place == 0 for place, placement in zip(coordinate, tensor.placements, strict=True) if placement == Replicate()
     )
     return LocalRows(tensor.detach().to_local(), offset[0] if offset else 0, is_first_copy)
-
-
-def _row_bytes(tensor: torch.Tensor) -> int:
-    return tensor.element_size() * math.prod(tensor.shape[1:])
 
 
 def _pwrite(fd: int, data: memoryview, offset: int) -> None:

@@ -23,7 +23,7 @@ from llama_stack_provider_trl.errors import InvalidRows, TrlError
 from llama_stack_provider_trl.specs import row_files
 from llama_stack_provider_trl.system.files import Blob, put_rows
 
-from ..token_file import read_token
+from ..identity import read_token
 from .ray_jobs import OURS
 
 PARQUET = (".parquet",)
