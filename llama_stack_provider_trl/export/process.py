@@ -47,7 +47,10 @@ class ExporterConfig(BaseModel):
 
 class ExporterProcess:
     """Starts the exporter of a data directory when there is something to export, and again when it was killed.
-    `environ`: with the credentials of trackers; None: this process's own, read at each start."""
+
+    Args:
+        environ: with the credentials of trackers; None: this process's own, read at each start.
+    """
 
     def __init__(
         self,

@@ -61,8 +61,11 @@ class Uploads:
             raise UploadFailed(f"{_KEY} is not set: set it in the environment of the service, and start that again")
 
     def upload(self, run: Path, run_id: str, directory: Path) -> None:
-        """Upload a run, unless the server has it. Raises UploadFailed. `directory`: an empty one, for what wandb
-        logs."""
+        """Upload a run, unless the server has it. Raises UploadFailed.
+
+        Args:
+            directory: an empty one, for what wandb logs.
+        """
         uploaded = run / _UPLOADED
         if uploaded.exists():
             return

@@ -20,7 +20,11 @@ def searched(path: Sequence[str]) -> list[str]:
 
 
 def digest(paths: Sequence[str], own: Path = OWN) -> str:
-    """A digest of names, sizes and times. It takes 2 ms and reads no file. `paths`: from `searched`."""
+    """A digest of names, sizes and times. It takes 2 ms and reads no file.
+
+    Args:
+        paths: from `searched`.
+    """
     found = hashlib.sha256()
     for entry in sorted((*_installed(paths), *_modules(own))):
         found.update(repr(entry).encode())

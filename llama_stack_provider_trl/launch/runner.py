@@ -251,8 +251,11 @@ class Signals:
 
 
 class Runner:
-    """Runs one training process, from the wait for its devices to its exit code. `umask`: the user's; the training
-    process gets it, for checkpoints outside the data directory."""
+    """Runs one training process, from the wait for its devices to its exit code.
+
+    Args:
+        umask: the user's; the training process gets it, for checkpoints outside the data directory.
+    """
 
     def __init__(self, task: RunnerTask, umask: int) -> None:
         self.umask = umask

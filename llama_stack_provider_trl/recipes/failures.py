@@ -52,8 +52,11 @@ _TRACEBACK_LINES = 20
 
 
 def classify(error: BaseException, disk: str = "the data directory") -> Failed:
-    """The `failed` event of an exception: our own reasons first, then the machine's limits, then `rank_failed`. `disk`:
-    a directory on the disk that may be full, for the message."""
+    """The `failed` event of an exception: our own reasons first, then the machine's limits, then `rank_failed`.
+
+    Args:
+        disk: a directory on the disk that may be full, for the message.
+    """
     if isinstance(error, JobFailure):
         return Failed(reason=Reason(error.reason), message=error.message)
     if isinstance(error, InvalidRows):

@@ -119,8 +119,11 @@ class _ScannerFinder:
 
 
 def keep_structure(module: ModuleType, cache: Path) -> None:
-    """Have `create_import_structure_from_path` read transformers' models once per installation. `module`:
-    `transformers.utils.import_utils`, or one like it; without that function it stays as it is."""
+    """Have `create_import_structure_from_path` read transformers' models once per installation.
+
+    Args:
+        module: `transformers.utils.import_utils`, or one like it; without that function it stays as it is.
+    """
     scan = getattr(module, _SCAN, None)
     models = Path(module.__file__ or "").parent.parent / "models"
     key = _installation(models)

@@ -153,8 +153,11 @@ def resolve_trained(
 def resolve_read(
     model: NamedModel, settings: Settings, named: NamedJob | None = None, use: AdapterUse = "continue"
 ) -> Base:
-    """As `resolve_base`, for a job that does not train the model: nobody has to choose the use of an adapter. `use`:
-    continue, an adapter is read as it is; merge, it is merged into its model."""
+    """As `resolve_base`, for a job that does not train the model: nobody has to choose the use of an adapter.
+
+    Args:
+        use: continue, an adapter is read as it is; merge, it is merged into its model.
+    """
     return resolve_base(model, settings, named, use if is_adapter(model, settings, named) else None)
 
 
@@ -180,8 +183,11 @@ def served_job_of(name: str, value: str) -> tuple[str, str] | None:
 
 
 def resolve_served(name: str, value: str, settings: Settings, named: NamedJob | None = None) -> Base:
-    """Decide which model a chat is answered by, and with which adapter. Raises InvalidRequest. `named`: the job of
-    `served_job_of`; None: `value` names none."""
+    """Decide which model a chat is answered by, and with which adapter. Raises InvalidRequest.
+
+    Args:
+        named: the job of `served_job_of`; None: `value` names none.
+    """
     if named is not None:
         is_adapter = named.spec.lora is not None and named.spec.work is None and not value.endswith("/merged")
         return _of_job(name, value, named, "continue" if is_adapter else None, settings)

@@ -19,8 +19,11 @@ def nearest_choice(value: str, choices: Sequence[str]) -> str:
 
 
 def nearest(value: Any, choices: Sequence[str], alike: float = 0.7) -> str:
-    """The end of a sentence that names the nearest choice; empty: none is near. `alike`: part of the letters that it
-    has in common at least."""
+    """The end of a sentence that names the nearest choice; empty: none is near.
+
+    Args:
+        alike: part of the letters that it has in common at least.
+    """
     found = _nearest(value[:COMPARED], choices, alike) if isinstance(value, str) else None
     return f"; the nearest is '{found}'" if found else ""
 
@@ -33,8 +36,11 @@ def no_such_field(name: str, known: Sequence[str]) -> str:
 
 
 def no_such_setting(error: Mapping[str, Any], model: Any, page: str) -> str:
-    """What follows the name of an unknown setting. `error`: one of pydantic's for it, with its place from the model
-    on."""
+    """What follows the name of an unknown setting.
+
+    Args:
+        error: one of pydantic's for it, with its place from the model on.
+    """
     *path, name = error["loc"]
     close = _nearest(str(name)[:COMPARED], _fields_at(model, path))
     return f"is not a setting: {f'did you mean `{close}`? ' if close else ''}{page} lists them all"

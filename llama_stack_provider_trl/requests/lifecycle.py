@@ -37,8 +37,11 @@ def resolve_lifecycle(
 
 
 def resolve_tries(options: ProviderOptions, settings: Settings, *, in_smaller_parts: bool = True) -> LifecycleSpec:
-    """When a job is tried again, and when it ends. `in_smaller_parts`: whether it can be tried again with smaller
-    batches."""
+    """When a job is tried again, and when it ends.
+
+    Args:
+        in_smaller_parts: whether it can be tried again with smaller batches.
+    """
     oom_retry = settings.oom_retry if options.oom_retry is None else options.oom_retry
     return LifecycleSpec(
         retries=settings.retries if options.retries is None else options.retries,

@@ -31,7 +31,11 @@ class Model(NamedTuple):
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Model:
-        """What a job reads. `config`: its effective configuration, as a status has it."""
+        """What a job reads.
+
+        Args:
+            config: its effective configuration, as a status has it.
+        """
         given = config.get("adapter") or config
         return cls(given["model"], given.get("revision"))
 

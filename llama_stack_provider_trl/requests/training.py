@@ -50,8 +50,11 @@ def resolve_training(
 
 
 def device_of(options: ProviderOptions, settings: Settings, *, may_leave: bool) -> tuple[str, str]:
-    """The device whose limits a job has, and the end of a hint to another one. `may_leave`: whether a job without a
-    device may run on any node: its placement is not known yet."""
+    """The device whose limits a job has, and the end of a hint to another one.
+
+    Args:
+        may_leave: whether a job without a device may run on any node: its placement is not known yet.
+    """
     hint = ", or set provider_options.device to 'cuda'" if may_leave and not options.device else ""
     return options.device or settings.devices[0], hint
 

@@ -23,8 +23,11 @@ class ValuedTrial(NamedTuple):
 
 
 def drawn_values(search: SearchSpec, first: int, last: int) -> list[dict[str, Any]] | None:
-    """The values of trials that no results decide on, those of a random search; None: results decide on them. `first`:
-    number of the first of these trials; if it is drawn, so are the others."""
+    """The values of trials that no results decide on, those of a random search; None: results decide on them.
+
+    Args:
+        first: number of the first of these trials; if it is drawn, so are the others.
+    """
     if first > min(MOST_DRAWN, max(1, search.trials // 3)):
         return None
     draws = random_draws(_possible(search), search.seed or 0)

@@ -269,7 +269,11 @@ def reference(check: AnswerCheck, value: Any) -> Any:
 
 
 def reward_of(check: AnswerCheck, answer: str, item: Mapping[str, Any], replied: Replied | None = None) -> Graded:
-    """What a check of type grader gives an answer. `replied`: by the models of its graders."""
+    """What a check of type grader gives an answer.
+
+    Args:
+        replied: by the models of its graders.
+    """
     assert check.grader is not None
     return graded(check.grader, answer, item, replied)
 

@@ -31,7 +31,11 @@ _DIRECTORIES = {
 
 
 def is_checkpoint_name(name: str, kind: str | None = None) -> bool:
-    """Whether a checkpoint's directory may have this name. `kind`: step, final or merged; None: any of them."""
+    """Whether a checkpoint's directory may have this name.
+
+    Args:
+        kind: step, final or merged; None: any of them.
+    """
     patterns = _DIRECTORIES.values() if kind is None else [_DIRECTORIES[kind]]
     return any(pattern.fullmatch(name) for pattern in patterns)
 

@@ -52,8 +52,11 @@ Files = tuple[tuple[str, int, int], ...]
 
 @contextmanager
 def reported(what: str, *, names_fields: bool = False) -> Iterator[None]:
-    """Turn what a package's own code raises into one sentence. `names_fields`: a ValidationError is about what the
-    caller has given, and is raised as it is."""
+    """Turn what a package's own code raises into one sentence.
+
+    Args:
+        names_fields: a ValidationError is about what the caller has given, and is raised as it is.
+    """
     try:
         yield
     except MethodUnavailable:

@@ -172,7 +172,11 @@ def images_in(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, byte
 
 
 def as_parts(content: str, *, has_images: bool) -> list[dict[str, str]]:
-    """A content as the parts that chat templates of vision models take. `has_images`: it has marks of images."""
+    """A content as the parts that chat templates of vision models take.
+
+    Args:
+        has_images: it has marks of images.
+    """
     parts: list[dict[str, str]] = []
     if not has_images:
         return [{"type": "text", "text": content}]

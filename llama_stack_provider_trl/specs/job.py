@@ -450,7 +450,11 @@ class JobSpec(Frozen):
 
     def flat(self, exclude: Any = None) -> dict[str, Any]:
         """All fields as JSON has them, those of its parts but `lifecycle` beside its own: what statuses and trackers
-        show. `exclude`: as for pydantic's `model_dump`."""
+        show.
+
+        Args:
+            exclude: as for pydantic's `model_dump`.
+        """
         own = self.model_dump(mode="json", exclude=exclude)
         source, data, compute, train = (own.pop(part) for part in _PARTS if part != "lifecycle")
         model_path = source.pop("path")

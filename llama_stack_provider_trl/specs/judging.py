@@ -93,7 +93,11 @@ def _refuse_template(field: str, template: str | None, *, given: bool) -> None:
 
 
 def filled(template: str, prompt: Sequence[dict[str, str]], answer: str, reference: str | None) -> str:
-    """What the judge reads of an answer. `prompt`: turns of the prompt; a single one stands without its role."""
+    """What the judge reads of an answer.
+
+    Args:
+        prompt: turns of the prompt; a single one stands without its role.
+    """
     turns = [turn["content"] if len(prompt) == 1 else f"{turn['role']}: {turn['content']}" for turn in prompt]
     texts = {"prompt": "\n\n".join(turns), "answer": answer, "reference": reference or ""}
     return _PLACEHOLDER.sub(lambda found: texts[found[1]], template)

@@ -69,7 +69,11 @@ def _index_of(found: ModelDirectory) -> bytes:
 
 def chosen_files(names: Sequence[str], read_index: Callable[[], bytes]) -> list[str]:
     """Of the files in the directory of a model, or an adapter, those that another machine needs to train it. Raises
-    NotSent. `read_index`: the content of `INDEX`; called where the weights are in several files."""
+    NotSent.
+
+    Args:
+        read_index: the content of `INDEX`; called where the weights are in several files.
+    """
     plain = {name for name in names if _DATA.fullmatch(name)}
     if CONFIG in plain:
         weights = _weights(plain, names, read_index)

@@ -83,7 +83,11 @@ class Exchange:
         return self.bytes_per_node * 8 / (mbit_per_s * 1e6)
 
     def step_seconds(self, alone: float, mbit_per_s: float) -> float:
-        """Of a step on all nodes. `alone`: seconds of a step on one node, with as many rows as each node has."""
+        """Of a step on all nodes.
+
+        Args:
+            alone: seconds of a step on one node, with as many rows as each node has.
+        """
         computing = alone * self.slowdown
         return computing + max(0.0, self.seconds(mbit_per_s) - self._overlap * computing)
 

@@ -150,7 +150,11 @@ def _rows(path: Path, marks: Sequence[RowMark], search: str, first: int, count: 
 
 
 def read_rows_at(file: BinaryIO, marks: Sequence[RowMark], search: str, first: int, count: int) -> list[OverviewRow]:
-    """Rows of a file. See `rows_within`. `marks`: the first one is not behind the first row."""
+    """Rows of a file. See `rows_within`.
+
+    Args:
+        marks: the first one is not behind the first row.
+    """
     wanted, found = search.casefold(), list[OverviewRow]()
     # The file stands at row `number`, before which `at` rows count.
     number = at = between = 0

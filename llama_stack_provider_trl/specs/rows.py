@@ -831,8 +831,11 @@ def _refuse_open_answer(row: _Row, column: str, prompt: list[Message]) -> None:
 
 
 def _answer(row: _Row, column: str, turns: list[Message], *others: str) -> list[Message]:
-    """Return the turns if all are assistant turns: only those may be trained as an answer. `others`: roles of turns
-    that may stand between them."""
+    """Return the turns if all are assistant turns: only those may be trained as an answer.
+
+    Args:
+        others: roles of turns that may stand between them.
+    """
     roles = [turn["role"] for turn in turns]
     other = next((role for role in roles if role != "assistant" and role not in others), None)
     other = other or (roles[-1] if roles and roles[-1] != "assistant" else None)
@@ -862,7 +865,11 @@ def _better(
     rejected: Sequence[_Answer],
     differences: _Differences | None = None,
 ) -> PreferenceExample:
-    """An answer that is better than others. `differences`: of its score and theirs; None: they have none."""
+    """An answer that is better than others.
+
+    Args:
+        differences: of its score and theirs; None: they have none.
+    """
     first, *others = (_answer(row, where, turns) for where, turns in (chosen, *rejected))
     row.notes.pairs += len(others)
     row.notes.identical += others.count(first)

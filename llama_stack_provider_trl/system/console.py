@@ -107,7 +107,11 @@ def indented(text: str) -> list[str]:
 
 
 def show_lines(*lines: str, flush: bool = False, to: TextIO | None = None) -> None:
-    """Print lines. Each argument is one, whatever is in it. `to`: the stream; None: standard output."""
+    """Print lines. Each argument is one, whatever is in it.
+
+    Args:
+        to: the stream; None: standard output.
+    """
     stream = sys.stdout if to is None else to
     stream.write("".join(f"{_encodable(shown(line), stream)}\n" for line in lines))
     if flush:

@@ -20,7 +20,11 @@ _PIECE = 1 << 20
 
 class KeptDigests:
     """Digests by device, inode, size and times of a file, in a file that outlives this process. Safe to share between
-    threads. `path`: of that file; its directory exists before the first digest is kept."""
+    threads.
+
+    Args:
+        path: of that file; its directory exists before the first digest is kept.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -229,8 +229,11 @@ def fsync_tree(directory: Path) -> None:
 
 
 def write_manifest(directory: Path, digests: Mapping[str, str] | None = None) -> None:
-    """Record the size of every file of a directory that is complete, in the directory. `digests`: path in the directory
-    -> sha256 of the file, where known; `damage` compares them."""
+    """Record the size of every file of a directory that is complete, in the directory.
+
+    Args:
+        digests: path in the directory -> sha256 of the file, where known; `damage` compares them.
+    """
     sizes = {name: (directory / name).stat().st_size for name in file_names(directory)}
     manifest = {"files": sizes, **({"sha256": dict(sorted(digests.items()))} if digests else {})}
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")

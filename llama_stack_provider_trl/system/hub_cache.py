@@ -48,8 +48,11 @@ def cached_models(environ: Mapping[str, str]) -> list[str]:
 def find_snapshot(
     environ: Mapping[str, str], name: str, revision: str | None, kind: Literal["models", "datasets"] = "models"
 ) -> CachedCommit | None:
-    """The snapshot that an id stands for in the cache; None: there is none. `revision`: branch, tag or commit; None:
-    the default branch."""
+    """The snapshot that an id stands for in the cache; None: there is none.
+
+    Args:
+        revision: branch, tag or commit; None: the default branch.
+    """
     revision = revision or "main"
     is_name = _ID.fullmatch(name) and _REVISION.fullmatch(revision) and ".." not in (*Path(revision).parts, name)
     if not is_name:

@@ -84,8 +84,11 @@ class PrivateFileHandler(RotatingFileHandler):
 
 
 class FileWriter(logging.Handler):
-    """Has a thread write entries to the file of another handler: a disk that hangs holds up nobody who logs. `most`:
-    entries that may wait for the disk; further ones are lost, and counted."""
+    """Has a thread write entries to the file of another handler: a disk that hangs holds up nobody who logs.
+
+    Args:
+        most: entries that may wait for the disk; further ones are lost, and counted.
+    """
 
     def __init__(self, file: logging.Handler, most: int = _WAITING) -> None:
         super().__init__()
@@ -120,7 +123,11 @@ class FileWriter(logging.Handler):
 
 
 class Unsent(logging.Handler):
-    """Keeps the last entries until they were sent. `most`: entries to keep; older ones are dropped."""
+    """Keeps the last entries until they were sent.
+
+    Args:
+        most: entries to keep; older ones are dropped.
+    """
 
     def __init__(self, most: int = 1000) -> None:
         super().__init__()

@@ -78,8 +78,11 @@ class Malloc:
         self._measured_at = clock()
 
     def begin(self, need: int) -> None:
-        """Decide before the first step whether blocks are kept. `need`: bytes that all ranks of the job on this machine
-        are estimated to take together; 0: not known."""
+        """Decide before the first step whether blocks are kept.
+
+        Args:
+            need: bytes that all ranks of the job on this machine are estimated to take together; 0: not known.
+        """
         self._need = need
         self.is_ours = (
             _settings(os.environ) == FRUGAL and hasattr(_libc(), "mallopt") and hasattr(_libc(), "malloc_trim")

@@ -118,8 +118,11 @@ class FairSlots:
 
 
 class FairThreads:
-    """Threads that callers use in turn. `per_caller`: threads that one caller may use; None: all but one, where there
-    are several."""
+    """Threads that callers use in turn.
+
+    Args:
+        per_caller: threads that one caller may use; None: all but one, where there are several.
+    """
 
     def __init__(self, threads: int, name: str, per_caller: int | None = None) -> None:
         self._slots = FairSlots(threads, per_caller or max(1, threads - 1))
@@ -171,7 +174,11 @@ class FairThreads:
 
 class CallThreads(ThreadPoolExecutor):
     """An executor for the calls of several callers: those of nodes never wait for those of users, and what only reads
-    never waits for what stores bodies. `threads`: for users, and as many again for nodes."""
+    never waits for what stores bodies.
+
+    Args:
+        threads: for users, and as many again for nodes.
+    """
 
     def __init__(self, threads: int, name: str) -> None:
         super().__init__(1, name)  # has no thread until something is submitted to it
@@ -373,8 +380,11 @@ _stores: ContextVar[bool] = ContextVar("trl_stores", default=False)
 
 @contextmanager
 def serving(work: CostlyWork, caller: str, *, of_node: bool = False, user: str = "") -> Iterator[None]:
-    """Serve a request of a caller: what it orders in this context is the caller's. `user`: for whom it calls; empty:
-    not known."""
+    """Serve a request of a caller: what it orders in this context is the caller's.
+
+    Args:
+        user: for whom it calls; empty: not known.
+    """
     order = Order(work, caller, of_node, user)
     token = _order.set(order)
     try:

@@ -183,7 +183,10 @@ def become_subreaper() -> None:
 
 def die_with_parent(parent: int) -> None:
     """Linux: receive SIGKILL from the kernel when the thread that forked us ends. To be called right after the fork.
-    `parent`: pid of the process that forked us; if it is gone already, this process ends too."""
+
+    Args:
+        parent: pid of the process that forked us; if it is gone already, this process ends too.
+    """
     if _LINUX:
         _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:

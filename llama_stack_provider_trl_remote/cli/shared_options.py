@@ -14,8 +14,11 @@ from llama_stack_provider_trl.errors import InvalidRequest
 def number[Value: (int, float)](
     kind: Callable[[str], Value], fits: Callable[[Value], bool], problem: str
 ) -> Callable[[str], Value]:
-    """The type of an option that takes a number. `problem`: what a number is that does not fit, such as "is less than
-    0"."""
+    """The type of an option that takes a number.
+
+    Args:
+        problem: what a number is that does not fit, such as "is less than 0".
+    """
 
     def parsed(text: str) -> Value:
         value = kind(text)
@@ -28,8 +31,11 @@ def number[Value: (int, float)](
 
 
 def at_service(command: argparse.ArgumentParser, *, below: bool = False) -> argparse.ArgumentParser:
-    """Add the options of a command that calls the service. `below`: the command above has them too, and what is given
-    there counts unless it is given here again."""
+    """Add the options of a command that calls the service.
+
+    Args:
+        below: the command above has them too, and what is given there counts unless it is given here again.
+    """
     address = os.environ.get("TRL_SERVICE_URL") or "http://127.0.0.1:8322"
     help_ = f"address of the service (TRL_SERVICE_URL; now {address})"
     command.add_argument("--url", default=argparse.SUPPRESS if below else address, help=help_)

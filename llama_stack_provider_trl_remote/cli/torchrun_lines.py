@@ -104,8 +104,11 @@ def _text(directory: Path, job: ResolvedJob, rows: list[dict[str, Any]], threads
 
 
 def torchrun_lines(attempt: AttemptSpec, addresses: Sequence[str], port: int, python: str, threads: int) -> list[str]:
-    """The command of each machine, rank 0's first. `threads`: of each rank, the same on all machines: threads divide
-    sums, and with them the last bits."""
+    """The command of each machine, rank 0's first.
+
+    Args:
+        threads: of each rank, the same on all machines: threads divide sums, and with them the last bits.
+    """
     on_cuda = attempt.job.device.startswith("cuda")
     lines = []
     for rank, address in enumerate(addresses):

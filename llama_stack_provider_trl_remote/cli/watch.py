@@ -33,7 +33,11 @@ async def watch(
     output: TextIO | None = None,
 ) -> list[dict[str, Any]]:
     """Show jobs until all have ended: on a terminal a line each that changes, elsewhere a line per change. Returns the
-    last status of each job. `as_json`: as `watch_changes`."""
+    last status of each job.
+
+    Args:
+        as_json: as `watch_changes`.
+    """
     if as_json:
         return await watch_changes(client, job_uuids, interval, output=output)
     names = list(dict.fromkeys(job_uuids))
@@ -75,8 +79,11 @@ async def watch_changes(
 
 
 def show_change(job_uuid: str, event: dict[str, Any], at: str | None = None, output: TextIO | None = None) -> None:
-    """Print what has happened to a job, an object on a line: `job_uuid`, `id` and `event`. `at`: where a watch stands
-    behind it; None: it is of no watch."""
+    """Print what has happened to a job, an object on a line: `job_uuid`, `id` and `event`.
+
+    Args:
+        at: where a watch stands behind it; None: it is of no watch.
+    """
     show_json({"job_uuid": job_uuid, "id": at, "event": event}, flush=True, to=output)
 
 

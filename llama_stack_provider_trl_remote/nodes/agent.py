@@ -362,8 +362,11 @@ class Agent:
             known.end("the service has no such task here")
 
     def _refuse(self, order: TaskOrder, why: str, is_lasting: bool = False) -> None:
-        """Refuse an order: nothing of the task is here, or it stays unchanged. `is_lasting`: another attempt of the job
-        here is refused, too."""
+        """Refuse an order: nothing of the task is here, or it stays unchanged.
+
+        Args:
+            is_lasting: another attempt of the job here is refused, too.
+        """
         is_over = order.stage is Stage.stop
         progress = StageProgress.done if is_over else StageProgress.failed
         if order.task_id not in self._refused:

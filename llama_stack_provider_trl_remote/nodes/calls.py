@@ -37,8 +37,11 @@ class Behind(ServiceRefusal):
 
 
 class Pace:
-    """Limits the bytes per second over all uploads, or all downloads, of an agent. `rate`: bytes per second; None: no
-    limit."""
+    """Limits the bytes per second over all uploads, or all downloads, of an agent.
+
+    Args:
+        rate: bytes per second; None: no limit.
+    """
 
     def __init__(
         self,
@@ -92,8 +95,11 @@ class NodeClient(ServiceClient):
         return Joined.model_validate(await self._json("POST", "/v1/nodes", report.model_dump(mode="json")))
 
     async def poll(self, poll: Poll, kept: Collection[str] = ()) -> Orders:
-        """The orders of this node; waits for new ones, up to POLL_SECONDS. `kept`: jobs of which files and no task are
-        here, at most MOST_KEPT."""
+        """The orders of this node; waits for new ones, up to POLL_SECONDS.
+
+        Args:
+            kept: jobs of which files and no task are here, at most MOST_KEPT.
+        """
         # A little more than POLL_SECONDS: after a cut connection, an early timeout allows an early next poll.
         limit = POLL_SECONDS + 2.0
         body = poll.model_dump(mode="json")

@@ -26,8 +26,11 @@ _DRIVER_SECONDS = 0.5
 
 
 class LoadMeter:
-    """Measures a machine. Safe to share between threads; never waits long. `devices`: those whose load is measured:
-    GPUs by their UUIDs, other devices have none of their own."""
+    """Measures a machine. Safe to share between threads; never waits long.
+
+    Args:
+        devices: those whose load is measured: GPUs by their UUIDs, other devices have none of their own.
+    """
 
     def __init__(
         self,

@@ -41,8 +41,11 @@ BORROWED = "borrowed"
 
 @dataclass(frozen=True)
 class PathMap:
-    """Paths of the files of one task, on the service and here. `shared`: the service's checkpoint directory is shared
-    with this node, and is used directly."""
+    """Paths of the files of one task, on the service and here.
+
+    Args:
+        shared: the service's checkpoint directory is shared with this node, and is used directly.
+    """
 
     order: TaskOrder
     data_dir: Path

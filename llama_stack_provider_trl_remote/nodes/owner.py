@@ -68,8 +68,11 @@ class OwnerWatch:
         return self._loan.is_overdue(self._clock())
 
     def measure(self, run_dirs: Iterable[Path]) -> bool:
-        """Measure the load since the call before. Returns whether `use` has changed. `run_dirs`: of the tasks here,
-        whose processes are not the owner's."""
+        """Measure the load since the call before. Returns whether `use` has changed.
+
+        Args:
+            run_dirs: of the tasks here, whose processes are not the owner's.
+        """
         try:
             return self._measure(run_dirs)
         except Exception as error:  # whatever it is: a machine that cannot be measured is its owner's

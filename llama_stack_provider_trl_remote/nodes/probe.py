@@ -21,8 +21,11 @@ class Unreachable(OSError):
 
 
 class ProbeListener:
-    """A port at which this node answers its peers, until the ranks take it. `word`: sent to a peer, which recognises
-    the task by it."""
+    """A port at which this node answers its peers, until the ranks take it.
+
+    Args:
+        word: sent to a peer, which recognises the task by it.
+    """
 
     def __init__(self, listener: socket.socket, word: str) -> None:
         self.port = int(listener.getsockname()[1])

@@ -167,8 +167,11 @@ class NodeTask:
         await self._close_listener()
 
     def forget(self, last: bool) -> None:
-        """Remove the task's files, and those of its job where no other task needs them. `last`: no other task of the
-        job is here."""
+        """Remove the task's files, and those of its job where no other task needs them.
+
+        Args:
+            last: no other task of the job is here.
+        """
         home = self.paths.home
         shutil.rmtree(self.paths.run_dir, ignore_errors=True)
         if self._has_finished:

@@ -299,7 +299,11 @@ class AnswerUpload:
         """File -> bytes that the service has."""
 
     async def ship(self, *, is_finished: bool) -> None:
-        """Send what the service lacks. Raises Unreadable. `is_finished`: the training has written all of its files."""
+        """Send what the service lacks. Raises Unreadable.
+
+        Args:
+            is_finished: the training has written all of its files.
+        """
         grows, *at_the_end = self._paths.answer_files
         await self._send(grows, await asyncio.to_thread(self._ready, grows, is_finished))
         for name in at_the_end if is_finished else ():

@@ -53,7 +53,11 @@ _PARAMS = {
 
 
 class FineTuning:
-    """Creates jobs. `models`: by the names of `openai.models`."""
+    """Creates jobs.
+
+    Args:
+        models: by the names of `openai.models`.
+    """
 
     def __init__(
         self, submissions: Submissions, store: Store, files: OpenAIFiles, models: Mapping[str, OpenAIModel]

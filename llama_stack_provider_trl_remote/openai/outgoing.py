@@ -37,8 +37,11 @@ type Resolve = Callable[..., Sequence[tuple[Any, ...]]]
 
 
 class Undelivered(TrlError):
-    """Raised when a POST has not been accepted, with the reason. The reason has no text of the receiver. `retry_after`:
-    seconds for which the receiver wants no further POST; 0: it says nothing of that."""
+    """Raised when a POST has not been accepted, with the reason. The reason has no text of the receiver.
+
+    Args:
+        retry_after: seconds for which the receiver wants no further POST; 0: it says nothing of that.
+    """
 
     def __init__(self, reason: str, retry_after: float = 0.0) -> None:
         self.retry_after = retry_after

@@ -11,7 +11,10 @@ _MOST = 4096
 
 class Repeats:
     """The answers that may have been lost. The record is lost with the process: the times of a job decide then.
-    `started`: of the service, as all times in seconds since the epoch."""
+
+    Args:
+        started: of the service, as all times in seconds since the epoch.
+    """
 
     def __init__(self, started: float) -> None:
         self._started = started
@@ -27,8 +30,11 @@ class Repeats:
         self._note(name, 0.0)
 
     def may_be(self, name: str, stored: float, ended: float | None, now: float) -> bool:
-        """Whether the answer with this job may be the one that was lost. `ended`: when the job ended; None: it has
-        not."""
+        """Whether the answer with this job may be the one that was lost.
+
+        Args:
+            ended: when the job ended; None: it has not.
+        """
         if ended is not None and ended < now - BACK_OFF:
             return False
         if (until := self._until.get(name)) is not None:

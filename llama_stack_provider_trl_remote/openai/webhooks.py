@@ -65,7 +65,11 @@ class Try(Enum):
 
 
 class WebhookSender:
-    """The receivers of a service, each with a thread. `send` sends a body with headers; raises Undelivered."""
+    """The receivers of a service, each with a thread.
+
+    Args:
+        send: sends a body with headers; raises Undelivered.
+    """
 
     def __init__(
         self,
@@ -120,8 +124,11 @@ class WebhookSender:
         return Try.delivered
 
     def _failed(self, receiver: Receiver, delivery: Delivery, why: str, asked: float) -> None:
-        """Note a try that was not accepted. `asked`: seconds for which the receiver wants no further one, of any
-        event."""
+        """Note a try that was not accepted.
+
+        Args:
+            asked: seconds for which the receiver wants no further one, of any event.
+        """
         place, name = receiver.target.place, delivery.job_uuid
         if asked > 0:
             self._store.webhooks.rest(receiver.url, self._clock() + asked)

@@ -17,8 +17,11 @@ _MODULE = "python -m llama_stack_provider_trl_remote.service"
 
 
 def main(arguments: list[str] | None = None, program: str = _MODULE) -> int:
-    """Parse the options and serve. Returns the exit status. `program`: what was typed before the options, as the help
-    names it."""
+    """Parse the options and serve. Returns the exit status.
+
+    Args:
+        program: what was typed before the options, as the help names it.
+    """
     options = _parser(program).parse_args(arguments)
     try:
         settings, config = load_settings(

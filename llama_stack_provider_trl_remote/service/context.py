@@ -110,8 +110,11 @@ class Dashboard:
 
 
 class Service:
-    """The parts of one service on one data directory. `config`: the file of its settings, which is hidden from
-    trainings."""
+    """The parts of one service on one data directory.
+
+    Args:
+        config: the file of its settings, which is hidden from trainings.
+    """
 
     def __init__(self, settings: ServiceSettings, config: Path | None = None) -> None:
         self.settings = settings

@@ -30,7 +30,11 @@ PATIENCE = 120.0
 
 
 async def prove_own_calls(service: Service, url: str, tls: ssl.SSLContext | None) -> None:
-    """Send calls until cancelled, while other machines are nodes. `tls`: trusts its certificate; None: it has none."""
+    """Send calls until cancelled, while other machines are nodes.
+
+    Args:
+        tls: trusts its certificate; None: it has none.
+    """
     request = _request(service, url)
 
     async def call() -> str:

@@ -26,7 +26,11 @@ def slot_of(place: str) -> str:
 
 
 class Held:
-    """The jobs that have each place, or a part of it. `holders`: place -> job_uuid of the job that has it."""
+    """The jobs that have each place, or a part of it.
+
+    Args:
+        holders: place -> job_uuid of the job that has it.
+    """
 
     def __init__(self, holders: Mapping[str, str]) -> None:
         self._holders = holders

@@ -72,7 +72,11 @@ class Queued(NamedTuple):
 
     def claim(self, now: float) -> tuple[int, int]:
         """Sorts jobs in the order in which they get devices: by priority, which grows while they wait (`AGING`), then
-        by age. `now`: seconds since the epoch."""
+        by age.
+
+        Args:
+            now: seconds since the epoch.
+        """
         waited = now - self.scheduled_at
         if waited < AGING:  # as most jobs: thousands of claims are sorted at a pass
             return -self.priority, self.age

@@ -48,8 +48,11 @@ class Decisions(NamedTuple):
 
 
 def decide(blocked: Iterable[Blocked]) -> Decisions:
-    """Decide on all jobs that wait for others, at once: what fails here fails what waits for it. `blocked`: the oldest
-    first, so that a job comes after those that it waits for."""
+    """Decide on all jobs that wait for others, at once: what fails here fails what waits for it.
+
+    Args:
+        blocked: the oldest first, so that a job comes after those that it waits for.
+    """
     ready, ended, waiting = [], [], []
     decided: dict[str, tuple[JobState, Reason | None]] = {}
     for job in blocked:

@@ -191,7 +191,10 @@ class Giving:
 
     def found(self, job: Queued, free: Free, machines: Collection[str] | None = None) -> tuple[str, ...]:
         """The places at which a job could start if these devices were free; none are taken. No node is expected.
-        `machines`: on which it starts if anywhere; None: any."""
+
+        Args:
+            machines: on which it starts if anywhere; None: any.
+        """
         offers, fewest = self._offers(job, wish_of(job, self._refuse))
         if machines is not None:
             offers = [offer for offer in offers if offer.node.where in machines]

@@ -140,8 +140,11 @@ def _may_pause(one: Preemptible, now: float) -> bool:
 def _fewest(
     job: Queued, candidates: Sequence[Preemptible], joined: Giving, free: Free, holding: Mapping[str, set[Slot]]
 ) -> tuple[list[Preemptible], tuple[str, ...]]:
-    """The jobs to pause, with the places that the job gets then; no place: it could not start. `holding`: job -> what
-    becomes free when it is paused."""
+    """The jobs to pause, with the places that the job gets then; no place: it could not start.
+
+    Args:
+        holding: job -> what becomes free when it is paused.
+    """
     machines: set[str] | None = None
 
     def places_without(ended: Sequence[Preemptible]) -> tuple[str, ...]:

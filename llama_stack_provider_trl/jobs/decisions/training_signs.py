@@ -56,7 +56,11 @@ def best_evaluation(evaluations: Sequence[WatchedPoint]) -> WatchedPoint | None:
 
 
 def signs_of(spec: JobSpec, watched: Watched, total_steps: int | None) -> list[str]:
-    """Sentences on a training; empty: nothing is conspicuous. `total_steps`: of the job; None: not known."""
+    """Sentences on a training; empty: nothing is conspicuous.
+
+    Args:
+        total_steps: of the job; None: not known.
+    """
     rate = _no_rate(spec, watched, total_steps)
     found = [_no_signal(watched), rate, _overfits(spec, watched), _always_clipped(spec, watched)]
     if rate is None:  # which explains it

@@ -26,8 +26,11 @@ from .placement import (
 def why_waits(
     job: Queued, holders: Mapping[str, str], nodes: Sequence[Node], obtainable: Sequence[Obtainable] = ()
 ) -> str:
-    """The reason for which a job found no devices, for its status. `holders`: place -> job_uuid of the job that has
-    it."""
+    """The reason for which a job found no devices, for its status.
+
+    Args:
+        holders: place -> job_uuid of the job that has it.
+    """
     if ((len(nodes) > 1 or obtainable) and not demand(job.demand).home) or nodes_wanted(job) > 1:
         return _why_waits_for_nodes(job, holders, nodes, obtainable)
     node = nodes[0]

@@ -14,8 +14,11 @@ from .store import NewJob, Store
 
 
 class Draft(Store):
-    """A store with jobs that are not stored yet: it returns them, as scheduled, beside those that are stored. `store`:
-    where `commit` stores them; nothing of it changes before."""
+    """A store with jobs that are not stored yet: it returns them, as scheduled, beside those that are stored.
+
+    Args:
+        store: where `commit` stores them; nothing of it changes before.
+    """
 
     def __init__(self, store: Store) -> None:
         vars(self).update(vars(store))

@@ -32,7 +32,11 @@ class Nodes:
 
     def join(self, name: str, machine_id: str, boot_id: str, report: str, credential: str | None = None) -> None:
         """Record a node as it describes itself. If it is another machine than before, or has rebooted since, its tasks
-        count as gone. `credential`: sha256 of the one that this join issues."""
+        count as gone.
+
+        Args:
+            credential: sha256 of the one that this join issues.
+        """
         row = {"name": name, "machine_id": machine_id, "boot_id": boot_id, "report": report, "now": self._clock()}
         with self._database.transaction() as execute:
             known = execute("select_node", row).fetchone()

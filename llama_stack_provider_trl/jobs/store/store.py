@@ -446,7 +446,10 @@ class Store(JobReader):
         self, job_uuid: str, attempt: int, device: str, run_dir: Path, resume: tuple[Path, int] | None = None
     ) -> bool:
         """Record the next attempt of a scheduled job, which becomes `launching`. Returns whether it was scheduled.
-        `resume`: the checkpoint that it resumes from, and its step; None: it begins at step 0."""
+
+        Args:
+            resume: the checkpoint that it resumes from, and its step; None: it begins at step 0.
+        """
         row = {
             **{"job_uuid": job_uuid, "attempt": attempt, "device": device, "run_dir": str(run_dir)},
             "kind": kind_of(device.split(",")[0]),

@@ -156,7 +156,11 @@ class Attempts:
                 raise OSError(errno.ENOSPC, f"the disk of {directory} is full: {sizes}")
 
     def _write_spec(self, job: JobRecord, known: JobSpec) -> None:
-        """Write the attempt's `spec.json`. `known`: the job with what other jobs have found."""
+        """Write the attempt's `spec.json`.
+
+        Args:
+            known: the job with what other jobs have found.
+        """
         assert job.run_dir is not None
         *before, attempt = self._store.attempts(job.job_uuid)
         spec = derive(

@@ -134,7 +134,11 @@ class Proposals:
 
     def tend(self, name: str, search: SearchSpec, trials: Sequence[Trial], generation: Generation) -> Ending | None:
         """Store the trials of a generation once they are known, without waiting for that. Returns how the search ends,
-        where its next trials cannot be made; else None. `trials`: all earlier ones, which have ended."""
+        where its next trials cannot be made; else None.
+
+        Args:
+            trials: all earlier ones, which have ended.
+        """
         try:
             resolving = self._resolving.get(name)
             if resolving is None or resolving.generation != generation:

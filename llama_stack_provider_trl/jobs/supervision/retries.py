@@ -20,8 +20,11 @@ LOSSES_IN_A_ROW = 5
 
 
 class Retries:
-    """Queues failed jobs again. Every method may raise StoreError, and returns whether the job was queued. `nodes`: all
-    machines, this one first."""
+    """Queues failed jobs again. Every method may raise StoreError, and returns whether the job was queued.
+
+    Args:
+        nodes: all machines, this one first.
+    """
 
     def __init__(self, store: Store, nodes: Callable[[], Sequence[Node]]) -> None:
         self._store, self._nodes = store, nodes

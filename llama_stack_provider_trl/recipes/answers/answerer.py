@@ -88,8 +88,11 @@ class Answerer(ABC):
     def answer(
         self, prompts: list[list[int]], sources: list[random.Random], on_token: Callable[[], None]
     ) -> list[Answered]:
-        """Answer prompts together. There may be none. `on_token` is called while the batch is computed, as it
-        advances."""
+        """Answer prompts together. There may be none.
+
+        Args:
+            on_token: called while the batch is computed, as it advances.
+        """
         if not prompts:
             return []
         return [self._answered(tokens) for tokens in self._answer(prompts, sources, on_token)]

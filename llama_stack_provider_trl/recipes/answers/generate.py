@@ -82,7 +82,11 @@ class AnswerFile:
 
     def add(self, lines: list[dict[str, Any]], found: list[Answered]) -> list[Answered]:
         """Write the batch of each rank, and return when all are on the disk. A collective. Returns what the models of
-        all ranks have answered. `lines`: of this rank's batch."""
+        all ranks have answered.
+
+        Args:
+            lines: of this rank's batch.
+        """
         batches = self._team.gather((lines, found))
         for batch, _ in batches:
             if batch:
@@ -249,8 +253,11 @@ def _answer_batches(
     writer: EventWriter,
     team: Replicas,
 ) -> None:
-    """Answer the next prompts, a batch on each rank, and write the answers. `steps`: answers of the job, and what
-    follows them."""
+    """Answer the next prompts, a batch on each rank, and write the answers.
+
+    Args:
+        steps: answers of the job, and what follows them.
+    """
     work = answerer.work
     places = [divmod(number, work.samples_per_prompt) for number in answers.batches()[team.rank]]
     began = time.monotonic()

@@ -75,8 +75,11 @@ def tensors_of(worker: int) -> str:
 
 
 def read_optimizer(checkpoint: Path, worker: int = 0) -> StoredOptimizer:
-    """The optimizer's state in a checkpoint. Raises JobFailure where it is malformed. `worker`: whose state; where
-    fewer have been saved, that of one of them."""
+    """The optimizer's state in a checkpoint. Raises JobFailure where it is malformed.
+
+    Args:
+        worker: whose state; where fewer have been saved, that of one of them.
+    """
     with reading(checkpoint / VALUES):
         document = json.loads((checkpoint / VALUES).read_text())
         values, groups = dict(document["values"]), [dict(group) for group in document["param_groups"]]

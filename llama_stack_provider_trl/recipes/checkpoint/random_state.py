@@ -11,8 +11,11 @@ import torch
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """The state of every generator that this process trains with; JSON values. `device`: the one that this rank trains
-    on."""
+    """The state of every generator that this process trains with; JSON values.
+
+    Args:
+        device: the one that this rank trains on.
+    """
     version, values, gauss = random.getstate()
     name, keys, position, has_gauss, cached = numpy.random.get_state()
     states = {"cpu": encoded(torch.get_rng_state())}

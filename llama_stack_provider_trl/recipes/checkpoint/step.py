@@ -187,8 +187,11 @@ class Saver:
             self.wait()
 
     def wait(self, due: int | None = None) -> None:
-        """Return when no checkpoint is being written; raise its error, if there is one. `due`: the step whose
-        checkpoint waits for the previous one; a long wait becomes a warning of the job."""
+        """Return when no checkpoint is being written; raise its error, if there is one.
+
+        Args:
+            due: the step whose checkpoint waits for the previous one; a long wait becomes a warning of the job.
+        """
         if self._thread is None:
             return
         began = time.monotonic()
@@ -337,8 +340,11 @@ def load_random(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def load_weights(model: Model, checkpoint: Path, *, from_first: bool = False) -> None:
-    """Read the trained weights into a model, each rank its parts. `from_first`: the checkpoint is on rank 0's disk, and
-    others may not see it."""
+    """Read the trained weights into a model, each rank its parts.
+
+    Args:
+        from_first: the checkpoint is on rank 0's disk, and others may not see it.
+    """
     path, weights = checkpoint / weights_name(model), named_weights(model)
     if from_first:
         shards.read_from_first(path, weights, ranks.broadcast_tensor)
@@ -420,8 +426,11 @@ def _uploads(path: Path | None) -> int | None:
 
 
 def step_bytes(model: torch.nn.Module, optimizer: OptimizerSpec, workers: int = 0) -> int:
-    """The approximate size of a step checkpoint: the trained weights and the optimizer's moments of them. `workers`:
-    with periodic averaging, how many have moments of their own; 0: without it."""
+    """The approximate size of a step checkpoint: the trained weights and the optimizer's moments of them.
+
+    Args:
+        workers: with periodic averaging, how many have moments of their own; 0: without it.
+    """
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     untrained = _untrained(model) if isinstance(model, PeftModel) else {}
     in_8_bits = elements_in_8_bits(weight.shape for weight in trained)

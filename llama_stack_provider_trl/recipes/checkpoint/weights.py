@@ -146,8 +146,11 @@ def digest(weight: torch.Tensor) -> Weight:
 def differences(
     expected: Mapping[str, Weight], directory: Path, file: str, heartbeat: Callable[[], None] = lambda: None
 ) -> list[str]:
-    """Read weights back from their files and describe each difference from `expected`. `file`: the file of all weights,
-    where there is no index."""
+    """Read weights back from their files and describe each difference from `expected`.
+
+    Args:
+        file: the file of all weights, where there is no index.
+    """
     wrong: list[str] = []
     try:
         files = _file_by_weight(directory, file)

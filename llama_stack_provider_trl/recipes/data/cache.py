@@ -274,8 +274,11 @@ class TokenCache:
 
 
 class Shards:
-    """The shards of an entry that is being written, some of which a killed process may have completed. `describe` shows
-    others that wait for the entry how far it is."""
+    """The shards of an entry that is being written, some of which a killed process may have completed.
+
+    Args:
+        describe: shows others that wait for the entry how far it is.
+    """
 
     def __init__(self, directory: Path, columns: tuple[str, ...], count: int, describe: Callable[[str], None]) -> None:
         self.directory, self.count, self.describe = directory, count, describe

@@ -63,7 +63,11 @@ class ExampleDigests:
             self.pair = (first, row)
 
     def add(self, later: ExampleDigests, rows: int) -> None:
-        """Count what was counted of rows that follow these. `rows`: how many rows these are."""
+        """Count what was counted of rows that follow these.
+
+        Args:
+            rows: how many rows these are.
+        """
         if self.pair is None:
             pairs = [(self.firsts[digest], rows + later.firsts[digest]) for digest in self.firsts.keys() & later.firsts]
             pairs += [(rows + first, rows + second) for first, second in filter(None, [later.pair])]

@@ -80,8 +80,11 @@ class Endings:
         """Number of answers so far that nothing but white space ends."""
 
     def of(self, messages: Sequence[Message], text: str) -> int:
-        """Where the answer ends that is the last turn of a conversation. `text`: the conversation, as the template
-        writes it."""
+        """Where the answer ends that is the last turn of a conversation.
+
+        Args:
+            text: the conversation, as the template writes it.
+        """
         if not messages or messages[-1]["role"] != "assistant":
             return len(text)
         # Few rows need marks: mostly their content is in the text, and what follows it is known.
@@ -120,8 +123,11 @@ class Endings:
         return len("".join(pieces[: common_prefix(pieces, self._pieces(other))]))
 
     def asked(self, message: Message, rest: str) -> int:
-        """How many characters of what follows an answer belong to it, by what ends it behind a question. `rest`: what
-        follows it in a conversation in which other turns are next."""
+        """How many characters of what follows an answer belong to it, by what ends it behind a question.
+
+        Args:
+            rest: what follows it in a conversation in which other turns are next.
+        """
         talk: list[Message] = [{"role": "user", "content": _TURN}, message]
         text = self._render(talk)
         place = None if text is None else find_content(self._render, talk, 1, text)

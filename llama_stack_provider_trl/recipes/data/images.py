@@ -73,8 +73,11 @@ def decode(data: bytes) -> Image:
 
 
 class Images:
-    """The images of a job, read by the processor of its model. `tokenizer`: that the job trains with, whose chat
-    template the processor gets, too."""
+    """The images of a job, read by the processor of its model.
+
+    Args:
+        tokenizer: that the job trains with, whose chat template the processor gets, too.
+    """
 
     def __init__(self, source: ModelSource, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         self._source, self._tokenizer = source, tokenizer
@@ -159,8 +162,11 @@ class Images:
         return sum(token in self.token_ids for token in ids)
 
     def inferred(self, turns: Sequence[dict[str, Any]], images: Sequence[bytes], **options: Any) -> list[int]:
-        """The tokens that the processor's own `apply_chat_template` makes of a conversation. `turns`: in the form that
-        the template takes."""
+        """The tokens that the processor's own `apply_chat_template` makes of a conversation.
+
+        Args:
+            turns: in the form that the template takes.
+        """
         left = iter(images)
         given: list[dict[str, Any]] = []
         for turn in turns:

@@ -118,8 +118,11 @@ class Inference:
     def of_answer(
         self, part: str, prompt: Sequence[Message], answer: Sequence[Message], ids: tuple[list[int], list[int]]
     ) -> list[ComparedTurn]:
-        """The answer of a pair, or a labelled one: one turn, equal where all its turns are. `ids`: those of the prompt
-        and of the answer, before the cut."""
+        """The answer of a pair, or a labelled one: one turn, equal where all its turns are.
+
+        Args:
+            ids: those of the prompt and of the answer, before the cut.
+        """
         talk, first = [*prompt, *answer], len(prompt)
         turns = [turn for turn in range(first, len(talk)) if talk[turn]["role"] == "assistant"]
         before = self._all_before(talk, turns, 1)
@@ -146,8 +149,11 @@ class Inference:
     def _all_before(
         self, messages: Sequence[Message], turns: Sequence[int], count: int | None = None
     ) -> dict[int, list[int] | None] | None:
-        """What inference has before each turn (None: the template refuses that); None: that would be too much. `count`:
-        as what the turns are counted, where they are not compared; None: each as one."""
+        """What inference has before each turn (None: the template refuses that); None: that would be too much.
+
+        Args:
+            count: as what the turns are counted, where they are not compared; None: each as one.
+        """
         found: dict[int, list[int] | None] = {}
         for turn in turns:
             if self.most_tokens is not None and self.tokens > self.most_tokens:

@@ -89,8 +89,11 @@ def training_rows(preparation: Preparation, data: DataSpec, most: int | None = N
 
 
 def validation_rows(preparation: Preparation, data: DataSpec, most: int | None) -> MixedRows | None:
-    """Tokenize what a job is evaluated on; None: nothing. `most`: rows that are used, of several datasets in proportion
-    to their sizes, but one of each; None: all."""
+    """Tokenize what a job is evaluated on; None: nothing.
+
+    Args:
+        most: rows that are used, of several datasets in proportion to their sizes, but one of each; None: all.
+    """
     refs = [one.validation for one in data.mixed if one.validation is not None]
     if not refs:
         return None

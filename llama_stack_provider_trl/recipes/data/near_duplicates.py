@@ -41,7 +41,11 @@ class NearRepeats(NamedTuple):
     """The earlier row, and the first one that nearly repeats it."""
 
     def warnings(self, place: Callable[[int], str]) -> list[str]:
-        """A sentence on them; none where there are none. `place`: how a message names a row."""
+        """A sentence on them; none where there are none.
+
+        Args:
+            place: how a message names a row.
+        """
         if not self.pair:
             return []
         example = f"{place(self.pair[1])} nearly repeats {place(self.pair[0])}"

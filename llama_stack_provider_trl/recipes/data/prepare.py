@@ -543,8 +543,11 @@ class TruncationCounter:
         return prompt, kept
 
     def keeps(self, prompt: list[int], answer: int, theirs: int = 0) -> bool:
-        """Whether the prompt leaves `answer` tokens for its answer: it is never cut. `theirs`: tokens of the prompt as
-        a teacher reads it."""
+        """Whether the prompt leaves `answer` tokens for its answer: it is never cut.
+
+        Args:
+            theirs: tokens of the prompt as a teacher reads it.
+        """
         length = max(len(prompt), theirs) if prompt else 0
         self._count(length + answer)
         if not prompt or length + answer > self.limit:

@@ -174,7 +174,11 @@ def _own_tokens(
 
 def tokens_behind(chat: Chat, texts: Sequence[tuple[str, str]]) -> list[list[int]]:
     """The tokens of conversations whose last answer stands behind what generation has before it, as `split_rows` has
-    them. `texts`: of each what generation has, and the same with the answer (`turns.turn_text`)."""
+    them.
+
+    Args:
+        texts: of each what generation has, and the same with the answer (`turns.turn_text`).
+    """
     found = []
     headers, sequences = (chat.tokenize([pair[part] for pair in texts]) for part in (0, 1))
     for (before, text), header, ids in zip(texts, headers, sequences, strict=True):

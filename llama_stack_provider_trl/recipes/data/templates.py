@@ -167,7 +167,11 @@ def _of_small_numbers(compute: Callable[[Any, Any], Any], one: Any, other: Any) 
 
 
 class _Limits:
-    """Limits of memory and CPU time while a template is rendered. `characters`: that are tokenized meanwhile."""
+    """Limits of memory and CPU time while a template is rendered.
+
+    Args:
+        characters: that are tokenized meanwhile.
+    """
 
     def __init__(self, characters: int) -> None:
         self._seconds = SECONDS + characters * _SECONDS_PER_CHARACTER

@@ -24,8 +24,11 @@ EncodedPair = tuple[list[int], list[int], list[int]]
 
 
 class SftEncoder:
-    """Encodes numbered examples, a chunk at a time. `reasoning`: whether thoughts are trained, and seen, or left out of
-    the rows."""
+    """Encodes numbered examples, a chunk at a time.
+
+    Args:
+        reasoning: whether thoughts are trained, and seen, or left out of the rows.
+    """
 
     def __init__(self, chat: Chat, train_on: TrainOn = "assistant", reasoning: ReasoningUse = "keep") -> None:
         self.chat, self.train_on, self.reasoning = chat, train_on, reasoning

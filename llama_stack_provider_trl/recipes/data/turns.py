@@ -74,7 +74,11 @@ def trained_texts(
 def trained_turn(
     chat: Chat, messages: Sequence[Message], turn: int, row: int, *, without_thoughts: bool = False, count: bool = True
 ) -> TrainedTurn:
-    """One answer, with errors as `trained_texts`. `count`: count the turns before it that the template leaves out."""
+    """One answer, with errors as `trained_texts`.
+
+    Args:
+        count: count the turns before it that the template leaves out.
+    """
     before, text = turn_text(chat, messages, turn, row)
     message, segment = messages[turn], text[len(before) :]
     _check_written(chat, message, segment, row, turn)

@@ -194,8 +194,11 @@ def _check_recorded(judge: Judge, answers: AnswerFile) -> None:
 
 
 def _line(check: AnswerCheck, answer: dict[str, Any], verdict: Answered | None, begins: str) -> dict[str, Any]:
-    """The line of a verdict. None: prompt and answer are longer than the judge has positions for. `begins`: with what
-    the judge's turn begins that it has not written."""
+    """The line of a verdict. None: prompt and answer are longer than the judge has positions for.
+
+    Args:
+        begins: with what the judge's turn begins that it has not written.
+    """
     score = text = None
     if verdict is not None:
         text = verdict.text

@@ -23,7 +23,11 @@ _LIBRARIES = {"gguf": "gguf", "ollama": "gguf", "lora-gguf": "gguf"}
 
 
 def lineage(trained: Trained, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Where an export comes from. What is not known is left out. `record`: the report of the comparison."""
+    """Where an export comes from. What is not known is left out.
+
+    Args:
+        record: the report of the comparison.
+    """
     spec = trained.spec
     directory = Path((spec.adapter or spec.source).location)
     found: dict[str, Any] = {

@@ -115,7 +115,11 @@ def _account(environ: Mapping[str, str]) -> _Account:
 def signed(
     account: _Account, method: str, host: str, path: str, query: Mapping[str, str], now: datetime
 ) -> dict[str, str]:
-    """The headers of a call without a body. `path`: not quoted yet, as the values of `query`."""
+    """The headers of a call without a body.
+
+    Args:
+        path: not quoted yet, as the values of `query`.
+    """
     moment, day = now.strftime("%Y%m%dT%H%M%SZ"), now.strftime("%Y%m%d")
     headers = {"host": host, "x-amz-content-sha256": _EMPTY, "x-amz-date": moment}
     if account.session:

@@ -100,8 +100,11 @@ def added(spec: JobSpec, model: PeftModel, name: str) -> None:
 
 
 def read_weights(spec: JobSpec, model: PeftModel, names: Sequence[str] = ()) -> None:
-    """Read the weights of the adapter that the job continues. `names`: of adapters in the model, which are alike; none:
-    all, which are the trained one and the frozen copy."""
+    """Read the weights of the adapter that the job continues.
+
+    Args:
+        names: of adapters in the model, which are alike; none: all, which are the trained one and the frozen copy.
+    """
     assert spec.adapter is not None
     names = names or tuple(model.peft_config)
     check_adapter_files(spec.adapter.directory)

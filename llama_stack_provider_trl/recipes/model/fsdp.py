@@ -255,8 +255,11 @@ def reshard(model: torch.nn.Module) -> None:
 
 
 def gather(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor | None:
-    """One whole weight in CPU memory on rank 0, None on the others. A collective. `dtype`: to cast it to before it is
-    sent; None: its own."""
+    """One whole weight in CPU memory on rank 0, None on the others. A collective.
+
+    Args:
+        dtype: to cast it to before it is sent; None: its own.
+    """
     weight = weight.detach()
     if isinstance(weight, DTensor):
         # Parts in CPU memory are gathered on the device: its process group has no other tensors.

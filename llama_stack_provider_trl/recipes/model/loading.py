@@ -387,8 +387,11 @@ def shallow_model(source: ModelSource, dtype: torch.dtype, device: torch.device)
 
 
 def load_adapter(spec: JobSpec, adapter: Path, *, as_trained: bool = False) -> PeftModel:
-    """The base model in CPU memory with a trained adapter on it. `as_trained`: with the base in 4 bits where the job
-    trained it so; False: as it is on disk."""
+    """The base model in CPU memory with a trained adapter on it.
+
+    Args:
+        as_trained: with the base in 4 bits where the job trained it so; False: as it is on disk.
+    """
     source, storage = spec.source, WeightStorage.of(spec)
     check_adapter_files(adapter)
     if as_trained and storage.in_4_bits:

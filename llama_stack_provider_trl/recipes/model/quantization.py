@@ -84,7 +84,10 @@ def is_in_files(weight: torch.Tensor) -> bool:
 
 def pack(weight: Any, dtype: torch.dtype, device: torch.device) -> None:
     """Quantize the values of a placeholder on `device`, to the numbers that `from_pretrained` makes of them there.
-    `dtype`: of the values when they are quantized, and after they are dequantized."""
+
+    Args:
+        dtype: of the values when they are quantized, and after they are dequantized.
+    """
     weight.data = vars(weight).pop("in_files").to(device=device, dtype=dtype)
     weight.bnb_quantized = False
     weight.to(device)  # quantizes in place, and gives the constants to the layer

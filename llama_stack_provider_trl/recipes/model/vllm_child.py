@@ -58,8 +58,11 @@ def load(settings: dict[str, Any]) -> Any:
 
 
 class Weights:
-    """The weights of a model that trains, in memory that the process which trains it writes. `settings`: with the file
-    descriptor of that memory, and the place of each weight."""
+    """The weights of a model that trains, in memory that the process which trains it writes.
+
+    Args:
+        settings: with the file descriptor of that memory, and the place of each weight.
+    """
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._table = settings["weights"]

@@ -18,8 +18,11 @@ from .trl_patches import every_position, fast_head, fuse_head, has_fast_head, we
 
 
 class RecipeTrainer(StepCheckpoints, DataOrder, Optimization, SourceLosses, LaterMetrics):
-    """What the trainers of all methods have. Those on a trainer of TRL derive from that, too, after this. `arguments`:
-    of the classes for each topic."""
+    """What the trainers of all methods have. Those on a trainer of TRL derive from that, too, after this.
+
+    Args:
+        arguments: of the classes for each topic.
+    """
 
     ref_model: torch.nn.Module | None = None
     """The model that DPO's policy is compared with, where it is not the policy itself."""

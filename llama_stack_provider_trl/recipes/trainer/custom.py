@@ -67,8 +67,11 @@ class CustomRowTrainer(SftRecipe):
 
     @abstractmethod
     def token_losses(self, log_probs: torch.Tensor) -> torch.Tensor:
-        """Loss of each token. `log_probs`: of the tokens, given those before them; 0 where the loss covers none, whose
-        result is not used."""
+        """Loss of each token.
+
+        Args:
+            log_probs: of the tokens, given those before them; 0 where the loss covers none, whose result is not used.
+        """
 
     def losses_of_tokens(self, outputs: Any) -> torch.Tensor:
         losses = self.token_losses(outputs.log_probs)

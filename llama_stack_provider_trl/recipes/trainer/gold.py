@@ -60,7 +60,11 @@ class GoldRecipe(DistillationRecipe):
         self._distance = UniversalDistance(self._uld, self._method.beta, vocabularies)
 
     def align(self, prompt: list[int], ids: list[int]) -> Aligned:
-        """An answer as the teacher reads it. `prompt`: as the teacher reads it."""
+        """An answer as the teacher reads it.
+
+        Args:
+            prompt: as the teacher reads it.
+        """
         return align(
             ids,
             self._own,

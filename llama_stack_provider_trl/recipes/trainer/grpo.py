@@ -34,8 +34,11 @@ _EPSILON = 1e-4
 
 
 def advantages_of(rewards: torch.Tensor, spec: GrpoSpec) -> torch.Tensor:
-    """How much better each answer is than its group, shape (prompts, num_generations). `rewards`: of the answers of an
-    optimizer step, same shape."""
+    """How much better each answer is than its group, shape (prompts, num_generations).
+
+    Args:
+        rewards: of the answers of an optimizer step, same shape.
+    """
     differences = rewards - rewards.mean(dim=1, keepdim=True)
     if spec.scale_rewards == "none":
         return differences
@@ -50,8 +53,11 @@ def kl_divergence(log_probs: torch.Tensor, reference: torch.Tensor) -> torch.Ten
 
 
 def _behind_prompts(values: Sequence[list[float]], mask: torch.Tensor) -> torch.Tensor:
-    """A number for each token of answers, 0 for all other tokens. `mask`: 1 for the answers' tokens, shape (answers,
-    tokens)."""
+    """A number for each token of answers, 0 for all other tokens.
+
+    Args:
+        mask: 1 for the answers' tokens, shape (answers, tokens).
+    """
     of_tokens = torch.zeros(mask.shape)
     of_tokens[mask.bool()] = torch.tensor([value for of_answer in values for value in of_answer])
     return of_tokens
@@ -202,7 +208,10 @@ class GrpoRecipe(AnswersPrompts):
         advantages: Mapping[int, torch.Tensor],
     ) -> None:
         """Report the answers to the first prompt that this rank has of the optimizer step, at some of the steps.
-        `groups`: of this rank, in the order of its prompts."""
+
+        Args:
+            groups: of this rank, in the order of its prompts.
+        """
         step, total = self.state.global_step + 1, self.state.max_steps
         if not groups or not is_reported(step, total):
             return
@@ -261,7 +270,10 @@ class GrpoRecipe(AnswersPrompts):
 
     def _mean(self, losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """The mean of the tokens' losses by `loss_type`, as a part of the mean over all micro steps and ranks.
-        `losses`: 0 where `mask` is, shape (answers, tokens)."""
+
+        Args:
+            losses: 0 where `mask` is, shape (answers, tokens).
+        """
         kind, of_answers = self._grpo.loss_type, self.rows_of_step * self._grpo.num_generations
         if kind == "grpo":
             return (losses.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).sum() * self._parts / of_answers

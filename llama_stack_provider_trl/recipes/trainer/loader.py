@@ -11,7 +11,11 @@ from ...system.process import die_with_parent
 
 
 def num_workers(spec: JobSpec, device: str) -> int:
-    """Loader processes of each rank; 0: the rank prepares its batches itself. `device`: cuda, mps or cpu."""
+    """Loader processes of each rank; 0: the rank prepares its batches itself.
+
+    Args:
+        device: cuda, mps or cpu.
+    """
     if spec.data.dataloader_num_workers is not None:
         return spec.data.dataloader_num_workers
     return 2 if device == "cuda" else 0

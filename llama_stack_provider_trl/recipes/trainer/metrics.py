@@ -54,7 +54,11 @@ class TrainingMetrics(JobTrainer):
             self.num_tokens += count
 
     def add_metrics(self, sums: Mapping[str, torch.Tensor], count: torch.Tensor) -> None:
-        """Add a batch of all ranks to the metrics. `sums`: by metric, over `count` tokens or pairs."""
+        """Add a batch of all ranks to the metrics.
+
+        Args:
+            sums: by metric, over `count` tokens or pairs.
+        """
         sums_by_metric = self._sums[self._mode]
         for name, total in sums.items():
             of_batch = torch.stack([total.float(), count.float()])
@@ -63,7 +67,11 @@ class TrainingMetrics(JobTrainer):
                 self.kept_metrics.setdefault(name, []).append(of_batch)
 
     def means(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """The metrics that are logged. `sums`: by metric, its sum and count since the last log."""
+        """The metrics that are logged.
+
+        Args:
+            sums: by metric, its sum and count since the last log.
+        """
         return {name: float(total / count.clamp(min=1)) for name, (total, count) in sums.items()}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -113,7 +121,10 @@ class TrainingMetrics(JobTrainer):
         return output
 
     def add_evaluation(self, loss: torch.Tensor, count: torch.Tensor, part: str = "") -> None:
-        """Add a batch to the running evaluation: the sum of the losses of `count` tokens or pairs. `part`: of a loss
-        with several parts, whose means are added."""
+        """Add a batch to the running evaluation: the sum of the losses of `count` tokens or pairs.
+
+        Args:
+            part: of a loss with several parts, whose means are added.
+        """
         batches = self.evaluation_sums.setdefault(part, [])
         batches.append(torch.stack([loss.detach().float(), count.float()]))

@@ -20,8 +20,11 @@ from .metrics import TrainingMetrics
 
 
 class Optimization(TrainingMetrics):
-    """A trainer with our optimizers, sharding and periodic averaging. `deferred`: the model's weights, where they stay
-    in their files until it is sharded."""
+    """A trainer with our optimizers, sharding and periodic averaging.
+
+    Args:
+        deferred: the model's weights, where they stay in their files until it is sharded.
+    """
 
     _momentum_of: Path | None = None
     """The step checkpoint that has the momentum of outer steps; None: training begins without one."""

@@ -126,8 +126,11 @@ def reward_metrics(rewards: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def real_pairs(lengths: torch.Tensor) -> torch.Tensor:
-    """1 for each pair, 0 for a filler, which has no completions; shape (pairs,). `lengths`: scored tokens of each
-    answer, chosen then rejected, shape (2 * pairs,)."""
+    """1 for each pair, 0 for a filler, which has no completions; shape (pairs,).
+
+    Args:
+        lengths: scored tokens of each answer, chosen then rejected, shape (2 * pairs,).
+    """
     return (lengths.view(2, -1).sum(dim=0) > 0).float()
 
 

@@ -25,7 +25,10 @@ _LN_HALF = -0.6931471805599453
 
 def odds_ratio_loss(log_probs: torch.Tensor, spec: OrpoSpec) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """ORPO's loss of each pair beside the chosen sequence's own, shape (pairs,), and what is reported of it.
-    `log_probs`: means over an answer's tokens, chosen then rejected, below 0, shape (2 * pairs,)."""
+
+    Args:
+        log_probs: means over an answer's tokens, chosen then rejected, below 0, shape (2 * pairs,).
+    """
     log_odds = log_probs - _log1mexp(log_probs)
     chosen, rejected = log_odds.chunk(2)
     ratio = F.logsigmoid(chosen - rejected)
@@ -33,8 +36,11 @@ def odds_ratio_loss(log_probs: torch.Tensor, spec: OrpoSpec) -> tuple[torch.Tens
 
 
 def contrastive_loss(log_probs: torch.Tensor, spec: CpoSpec) -> torch.Tensor:
-    """CPO's or SimPO's loss of each pair beside the chosen answer's own, shape (pairs,). `log_probs`: of answers,
-    chosen then rejected, shape (2 * pairs,); `ipo` and `simpo`: means over their tokens."""
+    """CPO's or SimPO's loss of each pair beside the chosen answer's own, shape (pairs,).
+
+    Args:
+        log_probs: of answers, chosen then rejected, shape (2 * pairs,); `ipo` and `simpo`: means over their tokens.
+    """
     chosen, rejected = log_probs.chunk(2)
     if spec.loss_type == "ipo":
         return (chosen - rejected - 1 / (2 * spec.beta)) ** 2

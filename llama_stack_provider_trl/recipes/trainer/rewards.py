@@ -179,8 +179,11 @@ class Rewards:
         )
 
     def warnings(self, timed_out: Sequence[int]) -> list[str]:
-        """A sentence for each check, and each grader, that took too long for the first time. `timed_out`: completions,
-        of each source."""
+        """A sentence for each check, and each grader, that took too long for the first time.
+
+        Args:
+            timed_out: completions, of each source.
+        """
         late = [source for source, count in zip(self._sources, timed_out, strict=True) if count]
         new = [source for source in late if source.name not in self._timed_out]
         self._timed_out.update(source.name for source in new)
@@ -192,8 +195,11 @@ class Rewards:
         ]
 
     def room_warnings(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """A sentence for each reward model for which prompts left no room for their answers for the first time. `rows`:
-        numbers of the rows of such prompts, of each source."""
+        """A sentence for each reward model for which prompts left no room for their answers for the first time.
+
+        Args:
+            rows: numbers of the rows of such prompts, of each source.
+        """
         found = []
         for source, numbers in zip(self._sources, rows, strict=True):
             if source.model is not None and numbers and source.name not in self._without_room:
@@ -207,8 +213,11 @@ class Rewards:
         return found
 
     def error_warnings(self, errors: Sequence[Sequence[str]]) -> list[str]:
-        """A sentence for each grader that gave an answer no reward for the first time. `errors`: why, of each
-        source."""
+        """A sentence for each grader that gave an answer no reward for the first time.
+
+        Args:
+            errors: why, of each source.
+        """
         found = []
         for name, sentences in zip(self.names, errors, strict=True):
             if sentences and name not in self._with_errors:
@@ -256,8 +265,11 @@ def _of_check(
     completions: list[str],
     alive: Callable[[], object],
 ) -> list[bool | None]:
-    """Whether each completion passes a check; None: that cannot be decided in time. `number`: of the check among the
-    job's."""
+    """Whether each completion passes a check; None: that cannot be decided in time.
+
+    Args:
+        number: of the check among the job's.
+    """
     found: list[bool | None] = []
     for row, text in zip(checked, completions, strict=True):
         alive()

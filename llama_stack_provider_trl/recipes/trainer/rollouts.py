@@ -26,7 +26,11 @@ def is_reported(step: int, total: int) -> bool:
 def rolled_out(
     step: int, epoch: float, row: int, prompt: Sequence[Message], answers: Sequence[RolloutAnswer]
 ) -> RolledOut:
-    """The answers to a prompt, as they are reported. `step`: optimizer step that they train, from 1."""
+    """The answers to a prompt, as they are reported.
+
+    Args:
+        step: optimizer step that they train, from 1.
+    """
     return RolledOut(
         step=step,
         epoch=round(epoch, 6),

@@ -93,8 +93,11 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
     def _losses_of_rows(
         self, losses: torch.Tensor, mask: torch.Tensor, scored: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum of the losses of each row's trained tokens, and their number, each of shape (rows,). `mask`: which of
-        them are trained, same shape."""
+        """Sum of the losses of each row's trained tokens, and their number, each of shape (rows,).
+
+        Args:
+            mask: which of them are trained, same shape.
+        """
         counts = moved(torch.tensor(scored), losses.device)
         if self.spec.compute.padding_free:
             of_tokens = losses[0, : sum(scored)]

@@ -77,7 +77,10 @@ class UniversalDistance:
 
     def between(self, own: Side, teacher: Side, spans: Sequence[Span]) -> torch.Tensor:
         """Shape (3, spans): the distance of each, and its parts: of tokens of both vocabularies, and of the others.
-        `spans`: by the numbers of the tokens of the sides, in their order."""
+
+        Args:
+            spans: by the numbers of the tokens of the sides, in their order.
+        """
         most = max(1, TILE_BYTES // (4 * max(self._vocabularies.sizes)))
         # Connected with the model where there is none, too: a rank with fillers only goes through its backward.
         tiles = _tiles(spans, most) or [[]]

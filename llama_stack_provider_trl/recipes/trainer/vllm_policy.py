@@ -37,8 +37,11 @@ class ScoredAnswer(NamedTuple):
 
 
 class VllmPolicy:
-    """vLLM with the model of a job. A context manager: its process runs while it is open. `at_once`: answers of an
-    optimizer step."""
+    """vLLM with the model of a job. A context manager: its process runs while it is open.
+
+    Args:
+        at_once: answers of an optimizer step.
+    """
 
     def __init__(
         self,

@@ -71,8 +71,11 @@ def own_addresses() -> tuple[str, ...]:
 
 
 async def announce(make: Callable[[], Sighting]) -> None:
-    """Announce until cancelled. Where that fails, log the reason once and retry. `make`: what is announced; called
-    again every `CHECK` seconds, since addresses change."""
+    """Announce until cancelled. Where that fails, log the reason once and retry.
+
+    Args:
+        make: what is announced; called again every `CHECK` seconds, since addresses change.
+    """
     library, trouble = require_zeroconf("announce"), ""
     while True:
         try:

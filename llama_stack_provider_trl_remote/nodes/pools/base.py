@@ -70,8 +70,11 @@ class Pool(Protocol):
     after a crash, with the same order. Raises PoolUnavailable, PoolRefusal."""
 
     def choose(self, request_id: str, nodes: int, taken: Sequence[str]) -> str:
-        """What the pool will find an order by, before anything is requested. It is stored first. `taken`: answers for
-        the orders that have not ended."""
+        """What the pool will find an order by, before anything is requested. It is stored first.
+
+        Args:
+            taken: answers for the orders that have not ended.
+        """
 
     def request(self, order: PoolOrder) -> None:
         """Ask for machines, and have an agent started on each. An order that the pool has is not given twice."""

@@ -28,8 +28,11 @@ _REFUSED = frozenset({400, 403, 404, 413, 422})
 
 
 class InClusterApi:
-    """A `ClusterApi`. `account`: directory with `token`, which Kubernetes renews, so that it is read for each call, and
-    `ca.crt`."""
+    """A `ClusterApi`.
+
+    Args:
+        account: directory with `token`, which Kubernetes renews, so that it is read for each call, and `ca.crt`.
+    """
 
     def __init__(self, namespace: str, server: str, account: Path = ACCOUNT) -> None:
         self._server, self._account = server, account

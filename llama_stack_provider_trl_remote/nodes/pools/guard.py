@@ -43,8 +43,11 @@ _PAUSE = 2.0
 
 
 class Guard:
-    """One agent, started again where a signal has ended it: its trainings continue with the next one. `home`: directory
-    of the agent; created, and removed at the end."""
+    """One agent, started again where a signal has ended it: its trainings continue with the next one.
+
+    Args:
+        home: directory of the agent; created, and removed at the end.
+    """
 
     def __init__(self, home: Path, command: list[str]) -> None:
         self.home, self.command = home, command

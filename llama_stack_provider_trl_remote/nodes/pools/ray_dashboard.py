@@ -21,8 +21,11 @@ _MOST_BYTES = 4 << 20
 
 
 def sender(address: str, token_file: Path | None) -> Send:
-    """Sends to the dashboard at an address; see `Send`. `token_file`: with the token of the cluster
-    (RAY_AUTH_MODE=token); read for each call."""
+    """Sends to the dashboard at an address; see `Send`.
+
+    Args:
+        token_file: with the token of the cluster (RAY_AUTH_MODE=token); read for each call.
+    """
     opener = urllib.request.build_opener(RefusedRedirects())
 
     def send(method: str, path: str, body: Mapping[str, Any] | None) -> RayAnswer:

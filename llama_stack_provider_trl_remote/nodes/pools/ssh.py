@@ -284,7 +284,11 @@ def _options(ssh: Any, host: InventoryHost) -> dict[str, Any]:
 
 
 def connection_problem(ssh: Any, host: InventoryHost, error: Exception, seen: list[str]) -> str:
-    """The sentence of a connection that was not made. `seen`: host keys that were presented and are not trusted."""
+    """The sentence of a connection that was not made.
+
+    Args:
+        seen: host keys that were presented and are not trusted.
+    """
     source = "`host_key` of the inventory" if host.host_key else str(host.known_hosts)
     user = host.user or getpass.getuser()
     match error:

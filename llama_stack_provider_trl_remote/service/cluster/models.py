@@ -44,8 +44,11 @@ class _Wanted(NamedTuple):
 
 
 class ServedModels:
-    """Lists and opens the files of models. Safe to share between threads. `listed` is called when a list is
-    complete."""
+    """Lists and opens the files of models. Safe to share between threads.
+
+    Args:
+        listed: called when a list is complete.
+    """
 
     def __init__(
         self,

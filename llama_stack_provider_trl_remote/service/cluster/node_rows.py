@@ -85,7 +85,11 @@ class NodeRows:
         return found
 
     def load(self, name: str, since: float) -> NodeLoadResponse:
-        """How loaded a machine was, by minutes. Raises NotFound. `since`: seconds since the epoch."""
+        """How loaded a machine was, by minutes. Raises NotFound.
+
+        Args:
+            since: seconds since the epoch.
+        """
         if name != self._cluster.head:
             self._nodes.get(name)
         found = self._loads.of(name, since)

@@ -385,7 +385,11 @@ def _closed(allocations: Sequence[Allocation]) -> dict[str, str]:
 def _pooled(
     states: Sequence[PoolState], known: Sequence[Allocation], joined: Container[str], notes: Mapping[Kind, str]
 ) -> Pooled:
-    """What the placement sees of pools. `joined`: names of the nodes that have joined."""
+    """What the placement sees of pools.
+
+    Args:
+        joined: names of the nodes that have joined.
+    """
     current = [one for one in known if one.state is not AllocationState.ended]
     return Pooled(obtainable_nodes(states, current, joined), expected_nodes(states, current, joined), notes)
 

@@ -214,8 +214,11 @@ def attempt_state(stage: Stage, parts: Sequence[PartState]) -> AttemptState:
 
 
 def observe(state: AttemptState, parts: Sequence[PartState], on_head: bool) -> Observed | None:
-    """The observation that counts in a state; None: nothing changes it. `on_head`: the service's own machine takes
-    part: the attempt cannot continue without the service."""
+    """The observation that counts in a state; None: nothing changes it.
+
+    Args:
+        on_head: the service's own machine takes part: the attempt cannot continue without the service.
+    """
     accepted = ATTEMPT_TRANSITIONS[state]
     return next((one for one in _observations(state, parts, on_head) if one.event in accepted), None)
 

@@ -384,8 +384,11 @@ def _announce(job: JobRecord, staging: Path, report: CheckpointReport) -> None:
 
 
 def _check_files(report: CheckpointReport, *, code: bool) -> None:
-    """Refuse a report before any of its files is sent. Raises InvalidRequest. `code`: the job's model has code of its
-    own, which the operator trusts; its exports contain the code."""
+    """Refuse a report before any of its files is sent. Raises InvalidRequest.
+
+    Args:
+        code: the job's model has code of its own, which the operator trusts; its exports contain the code.
+    """
     names = [file.path for file in report.files]
     if MANIFEST not in names:
         raise InvalidRequest("files", names[:5], f"a checkpoint has a {MANIFEST}: send all files of it")

@@ -82,8 +82,11 @@ class Overviews:
         """By the digest of rows and the text."""
 
     def listed(self, first: int, count: int, search: str = "") -> tuple[list[ListedDataset], int]:
-        """A part of the datasets, the newest ones first, and how many there are. Raises StoreError. `search`: only
-        those with this text in their names, in any case; empty: all."""
+        """A part of the datasets, the newest ones first, and how many there are. Raises StoreError.
+
+        Args:
+            search: only those with this text in their names, in any case; empty: all.
+        """
         wanted = search.casefold()
         places = [one for one in reversed(self._registry.places("")) if wanted in one.name.casefold()]
         found = []

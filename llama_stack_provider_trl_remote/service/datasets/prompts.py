@@ -17,7 +17,11 @@ _SECONDS = 10
 
 
 class RowPrompts:
-    """Reads prompts. `memory_mb`: MiB that reading a row may take."""
+    """Reads prompts.
+
+    Args:
+        memory_mb: MiB that reading a row may take.
+    """
 
     def __init__(self, registry: DatasetRegistry, blobs: Blobs, memory_mb: int) -> None:
         self._registry, self._blobs = registry, blobs

@@ -43,8 +43,11 @@ class RowUploads:
         return True
 
     async def add(self, pieces: AsyncIterator[bytes], size: int, owner: str) -> str:
-        """Store rows whose digest is not known before they are here. Returns it. `size`: as the client announces it; 0:
-        it does not."""
+        """Store rows whose digest is not known before they are here. Returns it.
+
+        Args:
+            size: as the client announces it; 0: it does not.
+        """
         with storing(), self._counted.holding() as held:
             async with self._quotas.arriving(owner, size) as arrived:
                 sha256 = await self._blobs.receive(None, pieces, size, arrived, held.add)

@@ -23,8 +23,11 @@ class _Declared(NamedTuple):
 
 
 class Routes:
-    """Routes of a module, by decorators as those of FastAPI's router. `tags`: under which the OpenAPI document lists
-    them."""
+    """Routes of a module, by decorators as those of FastAPI's router.
+
+    Args:
+        tags: under which the OpenAPI document lists them.
+    """
 
     def __init__(
         self,
@@ -53,7 +56,10 @@ class Routes:
 
     def serve(self, app: FastAPI, prefix: str, dependencies: Sequence[Any] = ()) -> Iterator[APIRoute]:
         """Build the routes for an application, in the order in which they were declared; returns them one by one.
-        `dependencies`: of each, before its own."""
+
+        Args:
+            dependencies: of each, before its own.
+        """
         for method, path, endpoint, options in self._declared:
             given = {**options, "dependencies": [*dependencies, *options.get("dependencies", ())]}
             given |= {"include_in_schema": self._shown and options.get("include_in_schema", True)}

@@ -275,8 +275,11 @@ async def _other(request: Request, error: Exception) -> Response:
 
 
 def sentence(found: Mapping[str, Any], body: Any = None) -> str:
-    """One validation error as a sentence that names the field, its value and what was expected. `body`: the model of
-    the body; None: not known."""
+    """One validation error as a sentence that names the field, its value and what was expected.
+
+    Args:
+        body: the model of the body; None: not known.
+    """
     source, *path = found["loc"]
     if path[:1] == ["source"]:  # pydantic names the kind of source as well: source.rows.rows.1
         del path[1:2]
@@ -326,7 +329,11 @@ def openai_error(status: int, message: str, param: str | None = None, code: str 
 
 
 def raw_answer(status: int, detail: str, path: str) -> tuple[list[tuple[bytes, bytes]], bytes]:
-    """Headers and body of an error for code below the framework. `path`: of the request, which decides the form."""
+    """Headers and body of an error for code below the framework.
+
+    Args:
+        path: of the request, which decides the form.
+    """
     body = json.dumps(openai_error(status, detail) if path.startswith(OPENAI) else {"detail": detail}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     return headers, body

@@ -18,8 +18,11 @@ from .training_requests import training_request
 
 
 class JobChecks:
-    """Resolves requests as submissions do, and runs preflights in place of jobs. `for_jobs`: the settings with which
-    requests are resolved."""
+    """Resolves requests as submissions do, and runs preflights in place of jobs.
+
+    Args:
+        for_jobs: the settings with which requests are resolved.
+    """
 
     def __init__(
         self, settings: ServiceSettings, for_jobs: Settings, store: Store, rows: RowSources, preflights: Preflights

@@ -181,7 +181,11 @@ def _named(value: str) -> str:
 
 
 def _replace_names(request: Json, change: Callable[[str, str], str]) -> None:
-    """Replace every value of a request that names a job. `change`: field, value -> the value in its place."""
+    """Replace every value of a request that names a job.
+
+    Args:
+        change: field, value -> the value in its place.
+    """
     for field, holder, key in [*_fields(request), *_searched(request)]:
         value = holder[key]
         if isinstance(value, str) and value.startswith(_PREFIX):

@@ -62,7 +62,11 @@ class Submissions:
 
     async def submit(self, body: JobBody, caller: Caller, mark: str | None = None) -> None:
         """Queue a job. Raises the errors of `submission.submit`; InvalidRequest: a priority that the caller may not
-        use, too. `mark`: text of its metadata under the reserved name, which no request can set; None: none."""
+        use, too.
+
+        Args:
+            mark: text of its metadata under the reserved name, which no request can set; None: none.
+        """
         await in_work_thread(self._quotas.require, caller.name, 0)
         with self._quotas.taking(caller.name) as take:
             is_new = await self._add(body, caller, self._store, JobAllowance(self._space, self._quotas, take), mark)
@@ -73,7 +77,11 @@ class Submissions:
 
     async def submit_all(self, bodies: Mapping[str, JobBody], caller: Caller) -> None:
         """Queue several jobs, which may name those before them, or none of them. Raises as `submit`; the field of an
-        InvalidRequest has that of the job before it. `bodies`: by the field of the request that has each."""
+        InvalidRequest has that of the job before it.
+
+        Args:
+            bodies: by the field of the request that has each.
+        """
         await in_work_thread(self._quotas.require, caller.name, 0)
         draft = Draft(self._store)
         is_stored = False

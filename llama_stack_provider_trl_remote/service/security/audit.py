@@ -51,7 +51,10 @@ Line = dict[str, Any]
 
 class AuditLog:
     """The files of one directory: `audit-<number of the first line>.jsonl`. One process writes; any process may read.
-    `max_bytes`: of one file."""
+
+    Args:
+        max_bytes: of one file.
+    """
 
     def __init__(self, directory: Path, max_bytes: int, max_files: int, clock: Callable[[], float] = time.time) -> None:
         self.directory = directory
@@ -96,7 +99,11 @@ class AuditLog:
 
     def submit(self, event: str, of: Future[int | None] | None = None, **fields: Any) -> Future[int | None]:
         """Have the writer append one line; waits for nothing. Returns its number, once it is written; None: the file
-        cannot be written, which the next line reports. `of`: of an earlier line, whose number this one names."""
+        cannot be written, which the next line reports.
+
+        Args:
+            of: of an earlier line, whose number this one names.
+        """
         return self._writer.submit(partial(self._write, event, self._clock(), of, fields))
 
     def write(self, event: str, **fields: Any) -> int | None:
@@ -298,7 +305,11 @@ class Refusals:
             self._timer = asyncio.get_running_loop().call_later(WINDOW, self._on_time)
 
     def flush(self, everything: bool = True) -> None:
-        """Submit all counts that are due. `everything`: also those that are due later, or while the disk hangs."""
+        """Submit all counts that are due.
+
+        Args:
+            everything: also those that are due later, or while the disk hangs.
+        """
         # Replaced before they are read: at the end of the service refusals are still added, in the event loop's thread.
         repeated, self._repeated = self._repeated, {}
         for refusal, count in repeated.items():

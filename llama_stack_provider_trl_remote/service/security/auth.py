@@ -54,7 +54,11 @@ type Authenticate = Callable[[str], Caller | None]
 
 
 class ConfiguredTokens:
-    """Authenticates with the tokens of the configuration. `more`: further tokens, with the names of their callers."""
+    """Authenticates with the tokens of the configuration.
+
+    Args:
+        more: further tokens, with the names of their callers.
+    """
 
     def __init__(self, settings: ServiceSettings, more: Mapping[str, Caller] | None = None) -> None:
         self._callers: dict[bytes, Caller] = {}
@@ -142,7 +146,10 @@ class Authenticator:
 
 class Gate:
     """Checks path, Host and Origin of every request, authenticates its sender, and ends it when its token is revoked.
-    `refusals`: where refused requests are recorded."""
+
+    Args:
+        refusals: where refused requests are recorded.
+    """
 
     def __init__(
         self,

@@ -31,7 +31,11 @@ class _Owner(NamedTuple):
 
 
 class Streams:
-    """Counts the streams that are open. `most`: of one token, and of one address."""
+    """Counts the streams that are open.
+
+    Args:
+        most: of one token, and of one address.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -33,7 +33,11 @@ class _Offsets:
 
 @dataclass
 class Written:
-    """An answer, and the forms in which it is sent. `has_logprobs`: whether the request wants log-probabilities."""
+    """An answer, and the forms in which it is sent.
+
+    Args:
+        has_logprobs: whether the request wants log-probabilities.
+    """
 
     kind: Kind
     model: str

@@ -40,8 +40,11 @@ def list_samples(store: Store, job_uuid: str, limit: int, offset: int) -> Sample
 
 
 def side_by_side(store: Store, job_uuid: str, skip: int) -> SideBySide:
-    """The sets that a page shows. Raises JobNotFound. `skip`: of the sets between the first and the last, so many of
-    the newest are left out."""
+    """The sets that a page shows. Raises JobNotFound.
+
+    Args:
+        skip: of the sets between the first and the last, so many of the newest are left out.
+    """
     with store.snapshot():
         prompts = _prompts(store.get(job_uuid).spec)
         (state,), (cursor,) = read_states(store, [job_uuid])

@@ -300,7 +300,11 @@ class _Curves:
         return found
 
     def of(self, kind: str, times: Callable[[Iterable[int]], Mapping[int, tuple[float, float]]]) -> dict[str, Curve]:
-        """The curves of all points that were added. `times`: epoch and time of some steps."""
+        """The curves of all points that were added.
+
+        Args:
+            times: epoch and time of some steps.
+        """
         kept = self._curves.get(kind, {})
         for name, curve in kept.items():
             last = self._last.get((kind, name))
@@ -333,7 +337,10 @@ class _Curves:
 
     def _kept(self, column: Sequence[float], *, is_first: bool) -> tuple[Sequence[int], int | None]:
         """Positions of the values of a part that are kept, and that of its last number, where the ends of a curve are.
-        `is_first`: no part of the curve was before this one."""
+
+        Args:
+            is_first: no part of the curve was before this one.
+        """
         kept, last = _extremes(column), None
         if self._with_ends:
             count = range(len(column))

@@ -122,8 +122,11 @@ class Searches:
     def _advance(
         self, name: str, state: JobState, search: SearchSpec, detail: str, jobs: Jobs, delay: str
     ) -> SearchDecisions | None:
-        """Returns what was decided; None: about a rung, which is recorded and not acted on yet. `delay`: why the next
-        trials take long."""
+        """Returns what was decided; None: about a rung, which is recorded and not acted on yet.
+
+        Args:
+            delay: why the next trials take long.
+        """
         rows = self._database.select("select_trials", {"search": name})
         seen = (state, tuple(map(tuple, rows)))
         if self._settled.get(name) == seen:
