@@ -12,13 +12,11 @@ DEFAULT_URL = "http://127.0.0.1:8322"
 def checked_url(
     url: str, of: str = "the training service", such_as: str = DEFAULT_URL, token: str = "TRL_SERVICE_TOKEN"
 ) -> str:
-    """Validate a service's address. Returns it without a trailing slash or `/v1`.
+    """Validate a service's address. Returns it without a trailing slash or `/v1`. Raises ValueError: it is not an
+    http(s) URL, or carries a user name, a query or a fragment.
 
     Args:
         of, such_as, token: whose address it is, an example, and the variable of its token, for the error.
-
-    Raises:
-        ValueError: it is not an http(s) URL, or carries a user name, a query or a fragment.
     """
     found = f"one with a password in it; the token belongs into {token}" if "@" in url else repr(url)
     expected = f"expected the address of {of}, such as {such_as}, found {found}"

@@ -17,12 +17,9 @@ _PAUSES = (0.25, 0.5, 1.0, 2.0)
 
 
 async def answer_lines(client: ServiceClient, job_uuid: str) -> AsyncGenerator[bytes, None]:
-    """The lines of a job's answers, as they are stored. Close it where it is not read to its end.
-
-    Raises:
-        ServiceRefusal: 404, the job has none; 409, it has not ended, or the answers are other ones than those of the
-            lines before.
-    """
+    """The lines of a job's answers, as they are stored. Close it where it is not read to its end. Raises
+    ServiceRefusal: 404, the job has none; 409, it has not ended, or the answers are other ones than those of the lines
+    before."""
     rest = b""
     async with aclosing(_pieces(client, job_path(job_uuid, "/answers"))) as pieces:
         async for piece in pieces:
@@ -35,10 +32,7 @@ async def answer_lines(client: ServiceClient, job_uuid: str) -> AsyncGenerator[b
 
 async def _pieces(client: ServiceClient, path: str) -> AsyncGenerator[bytes, None]:
     """A file; a connection that breaks is followed by another one, which begins where it broke, in the same file.
-
-    Raises:
-        ServiceRefusal: there is another file now.
-    """
+    Raises ServiceRefusal: there is another file now."""
     received, failures, etag = 0, 0, ""
     while True:
         before = received

@@ -332,14 +332,12 @@ class ServiceClient:
         return ServiceAnswer(response.status, response.content_type, bytes(body), offset)
 
     def parsed(self, body: bytes, most: int | None = None, kind: str = "something else") -> Any:
-        """A JSON document that the service has sent.
+        """A JSON document that the service has sent. Raises ServiceUnreachable: it is none, or would take more memory
+        than its bytes suggest.
 
         Args:
             most: bytes that such a document has at most; None: those of an answer.
             kind: of the content, for the error.
-
-        Raises:
-            ServiceUnreachable: it is none, or would take more memory than its bytes suggest.
         """
         try:
             return json_of(body, self.most_answer if most is None else most)
@@ -458,11 +456,7 @@ def _watched_socket(address: tuple[Any, ...]) -> socket.socket:
 
 
 def job_path(job_uuid: str, rest: str = "") -> str:
-    """Path of a job's own resource.
-
-    Raises:
-        JobNotFound: no job can have this name.
-    """
+    """Path of a job's own resource. Raises JobNotFound: no job can have this name."""
     if not re.fullmatch(JOB_UUID_PATTERN, job_uuid):
         raise JobNotFound(job_uuid)
     return f"{JOBS}/{quote(job_uuid)}{rest}"

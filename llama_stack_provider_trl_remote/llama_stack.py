@@ -54,15 +54,13 @@ class LlamaStack:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     async def register(self, model: str, service: ServiceClient, provider: str | None = None) -> Registered:
-        """Register a model of the service, unless it is known already, and let it answer with one token.
+        """Register a model of the service, unless it is known already, and let it answer with one token. Raises
+        StackRefusal: there is no such provider, or the model does not answer; ServiceRefusal, ServiceUnreachable: the
+        service does not have the model.
 
         Args:
             model: as the service lists it, such as `ft:JOB`.
             provider: the inference provider that calls the service; None: it is found by its address.
-
-        Raises:
-            StackRefusal: there is no such provider, or the model does not answer.
-            ServiceRefusal, ServiceUnreachable: the service does not have the model.
         """
         listed = await service.get("/openai/v1/models")
         if model not in (row["id"] for row in listed["data"]):

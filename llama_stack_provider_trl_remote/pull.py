@@ -26,14 +26,12 @@ class OtherBytes(ServiceUnreachable):
 async def pull(client: ServiceClient, job_uuid: str, name: str, target: Path, note: Callable[[str], None]) -> str:
     """Download a checkpoint into `target`, which appears when it is complete.
 
-    Until then the files are in a directory beside it; a further call continues with them.
+    Until then the files are in a directory beside it; a further call continues with them. Returns the checkpoint's
+    identifier.
 
     Args:
         name: the identifier, or its end: `final`, `merged`, `checkpoint-100`.
         note: receives a line for each file.
-
-    Returns:
-        The checkpoint's identifier.
 
     Raises:
         InvalidRequest: there is no such checkpoint, or `target` exists.
@@ -69,15 +67,12 @@ def _chosen(answer: Any, name: str) -> str:
 async def fetch(
     client: ServiceClient, url: str, path: Path, file: dict[str, Any], note: Callable[[int], None] = lambda size: None
 ) -> None:
-    """Download the missing part of one file; where the present part was damaged, all of it.
+    """Download the missing part of one file; where the present part was damaged, all of it. Raises ServiceUnreachable:
+    the service cannot be reached; OtherBytes.
 
     Args:
         file: its `path` (for a sentence), `size` (None: not known) and `sha256`, as the service lists them.
         note: receives the number of bytes that are here, after each part.
-
-    Raises:
-        ServiceUnreachable: the service cannot be reached.
-        OtherBytes.
     """
     for last_chance in (False, True):
         resumed = await _complete(client, url, path, file["size"], note)

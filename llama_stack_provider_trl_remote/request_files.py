@@ -37,14 +37,12 @@ _Loader.add_implicit_resolver(
 
 
 def read_request(name: str) -> dict[str, Any]:
-    """Read a request for a job. Of a recipe it is the block `job`.
+    """Read a request for a job. Of a recipe it is the block `job`. Raises InvalidRequest: the file cannot be read, or
+    holds no request; names the file and what was found.
 
     Args:
         name: a file, of the kind that its suffix names (.yaml, .yml, .toml; JSON otherwise); `-`: JSON from standard
             input.
-
-    Raises:
-        InvalidRequest: the file cannot be read, or holds no request; names the file and what was found.
     """
     shown = "standard input" if name == "-" else name
     kind, parse = _PARSERS.get(Path(name).suffix.lower(), ("JSON", parse_json))

@@ -45,23 +45,15 @@ def read_row_file(file: Path) -> Iterator[Row]:
 
 @contextmanager
 def stored_rows(rows: Path | Iterable[Row]) -> Iterator[Blob]:
-    """Rows of a file, or given ones, in a temporary file as they are uploaded.
-
-    Raises:
-        InvalidRequest: as `read_row_file`, or a row that JSON cannot hold.
-        OSError: the file cannot be read, or the temporary one written.
-    """
+    """Rows of a file, or given ones, in a temporary file as they are uploaded. Raises InvalidRequest: as
+    `read_row_file`, or a row that JSON cannot hold; OSError: the file cannot be read, or the temporary one written."""
     with tempfile.TemporaryDirectory(prefix="trl-remote-") as directory:
         yield put_rows(Path(directory), read_row_file(rows) if isinstance(rows, Path) else rows)
 
 
 async def register_rows(client: ServiceClient, blob: Blob, dataset_id: str) -> UploadedRows:
-    """Upload stored rows, unless the service has them, and register them. The same again changes nothing.
-
-    Raises:
-        ServiceRefusal: 409, other rows are registered under this id.
-        ServiceUnreachable.
-    """
+    """Upload stored rows, unless the service has them, and register them. The same again changes nothing. Raises
+    ServiceRefusal: 409, other rows are registered under this id; ServiceUnreachable."""
     await client.upload_rows(blob)
     source = {"type": "blob", "sha256": blob.sha256}
     body = {"dataset_id": dataset_id, "purpose": "post-training/messages", "source": source}

@@ -15,13 +15,10 @@ async def submit_request(
     service: ServiceClient, job: Mapping[str, Any], algorithm: str | None = None
 ) -> dict[str, Any]:
     """POST a job to the call of its algorithm; None: the one that its fields are meant for. Imports the models of
-    requests.
+    requests. Raises InvalidRequest: there is no such kind.
 
     Args:
         job: with a field `kind` where it does not train (`requests.work.KINDS`).
-
-    Raises:
-        InvalidRequest: there is no such kind.
     """
     if "kind" in job:
         from llama_stack_provider_trl.requests.work import KINDS, NO_SUCH_KIND
@@ -65,9 +62,6 @@ def is_pipeline(body: Mapping[str, Any]) -> bool:
 
 
 async def place(client: ServiceClient, pipeline: Mapping[str, Any]) -> list[Placed]:
-    """Submit the jobs of a pipeline that the service does not have, all or none of them.
-
-    Raises:
-        ServiceRefusal: names the job and the field.
-    """
+    """Submit the jobs of a pipeline that the service does not have, all or none of them. Raises ServiceRefusal: names
+    the job and the field."""
     return [Placed(**placed) for placed in (await client.submit(PIPELINE, dict(pipeline)))["data"]]

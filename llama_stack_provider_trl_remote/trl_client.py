@@ -51,14 +51,12 @@ class AsyncTrlClient:
 
     Every method may raise ServiceUnreachable (the service does not answer) and ServiceRefusal (it answered with an
     error, whose sentence is the message); both are TrlError. Requests that can be repeated without harm are repeated
-    three times within two seconds. Requests and answers are the JSON documents of docs/reference/api.md.
+    three times within two seconds. Requests and answers are the JSON documents of docs/reference/api.md. Raises
+    ValueError: the address is none, or no HTTP header can carry the token.
 
     Args:
         url: address of the service; None: TRL_SERVICE_URL, or http://127.0.0.1:8322.
         token: None: TRL_SERVICE_TOKEN, if it is set.
-
-    Raises:
-        ValueError: the address is none, or no HTTP header can carry the token.
     """
 
     def __init__(self, url: str | None = None, token: str | None = None, timeouts: Timeouts | None = None) -> None:
@@ -130,13 +128,11 @@ class AsyncTrlClient:
 
     async def run(self, pipeline: Mapping[str, Any]) -> dict[str, str]:
         """Queue the jobs of a pipeline that the service does not have yet; returns the `job_uuid` of each by its name
-        in the pipeline, those that others depend on first.
+        in the pipeline, those that others depend on first. Raises ServiceRefusal: a job, or a dataset, cannot be used;
+        nothing was queued then.
 
         Args:
             pipeline: what `trl-remote run` reads (docs/how-to/chains.md): `jobs`, `teacher_student`.
-
-        Raises:
-            ServiceRefusal: a job, or a dataset, cannot be used; nothing was queued then.
         """
         from .submitting import place
 
@@ -189,16 +185,13 @@ class AsyncTrlClient:
         """Wait until a job has ended, over restarts of the service; returns its last status.
 
         Its `status` is `completed`, `failed` or `cancelled`, and of a failed one `resources_allocated.error` has the
-        reason.
+        reason. Raises TimeoutError: it has not ended within `timeout`.
 
         Args:
             timeout: seconds; None: as long as it takes. The job continues after it.
             interval: seconds between two polls.
             on_status: receives each status.
             note: receives a message where the service does not answer.
-
-        Raises:
-            TimeoutError: it has not ended within `timeout`.
         """
         async with asyncio.timeout(timeout):
             async for status in statuses(self._service, job_uuid, interval, note):
@@ -208,11 +201,8 @@ class AsyncTrlClient:
 
     async def events(self, job_uuid: str, after: str = "", *, follow: bool = True) -> AsyncGenerator[JobEvent, None]:
         """Events of a job behind the cursor `after`, each exactly once: until the job has ended, over restarts of the
-        service; without `follow` those that there are.
-
-        Raises:
-            ServiceRefusal: 400, no event of this job ends at `after`.
-        """
+        service; without `follow` those that there are. Raises ServiceRefusal: 400, no event of this job ends at
+        `after`."""
         async with aclosing(events(self._service, job_uuid, after, follow=follow)) as found:
             async for event in found:
                 yield event
@@ -229,11 +219,8 @@ class AsyncTrlClient:
 
     async def answers(self, job_uuid: str) -> AsyncGenerator[Json, None]:
         """Each answer of a job that has answered prompts and has ended, in their order: `row`, `sample`, `prompt`,
-        `text`, and of an evaluation what it `passed` and how it was `judged`.
-
-        Raises:
-            ServiceRefusal: 404, the job has none; 409, it has not ended.
-        """
+        `text`, and of an evaluation what it `passed` and how it was `judged`. Raises ServiceRefusal: 404, the job has
+        none; 409, it has not ended."""
         async with aclosing(answer_lines(self._service, job_uuid)) as lines:
             async for line in lines:
                 yield self._service.parsed(line)
@@ -242,15 +229,13 @@ class AsyncTrlClient:
         self, job_uuid: str, directory: str | Path, checkpoint: str = "final", note: Note | None = None
     ) -> str:
         """Download a checkpoint, verified, into a directory that appears when it is complete. An interrupted one is
-        continued by the next call. Returns the checkpoint's identifier.
+        continued by the next call. Returns the checkpoint's identifier. Raises InvalidRequest: there is no such
+        checkpoint, or the directory exists.
 
         Args:
             directory: must not exist yet.
             checkpoint: the identifier, or its end: `final`, `merged`, `checkpoint-100`.
             note: receives a line for each file.
-
-        Raises:
-            InvalidRequest: there is no such checkpoint, or the directory exists.
         """
         return await pull(self._service, job_uuid, checkpoint, Path(directory), note or (lambda line: None))
 
@@ -274,18 +259,15 @@ class AsyncTrlClient:
         x: Axis = "step",
         smoothing: float = SMOOTHING,
     ) -> Path:
-        """Plot metrics of jobs into a .png, .svg or .html file; returns its path. Needs the extra `plot`.
+        """Plot metrics of jobs into a .png, .svg or .html file; returns its path. Needs the extra `plot`. Raises
+        InvalidRequest: another kind of file, a job without points, a metric that no job has; MissingExtra: the extra is
+        not installed; OSError: the file cannot be written.
 
         Args:
             job_uuids: one or several, in the same axes.
             metrics: each has axes of its own; the evaluation's value is beside that of the training.
             x: `step`, `epoch`, or `time` in minutes since the first point.
             smoothing: weight of the points before in the bold line, 0 (none) to less than 1.
-
-        Raises:
-            InvalidRequest: another kind of file, a job without points, a metric that no job has.
-            MissingExtra: the extra is not installed.
-            OSError: the file cannot be written.
         """
         target = check_output(output)
         points = {job_uuid: await fetch_points(self._service, job_uuid) for job_uuid in job_uuids}

@@ -39,7 +39,6 @@ class Follower:
     Args:
         make: makes the tracker, which may fail like any try to send.
         environ: its secrets are removed from error messages.
-        clock: seconds that never run backwards.
     """
 
     def __init__(

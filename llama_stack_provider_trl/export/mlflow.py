@@ -31,12 +31,8 @@ _STATES = {JobState.completed: "FINISHED", JobState.failed: "FAILED", JobState.c
 
 
 class Mlflow:
-    """Writes to the tracking server or database `uri`. Imports mlflow.
-
-    Raises:
-        ImportError: mlflow is not installed.
-        FileNotFoundError: the directory of the database does not exist.
-    """
+    """Writes to the tracking server or database `uri`. Imports mlflow. Raises ImportError: mlflow is not installed;
+    FileNotFoundError: the directory of the database does not exist."""
 
     at_end = False
 
@@ -61,7 +57,6 @@ class Mlflow:
         return {"run_id": run_id}
 
     def finish(self, target: Target, position: dict[str, Any], state: JobState) -> None:
-        """See `Tracker.finish`."""
         run_id = position.get("run_id") or self._begin(target)
         self._client.set_terminated(run_id, _STATES[state])
 

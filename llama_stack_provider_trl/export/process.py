@@ -50,7 +50,6 @@ class ExporterProcess:
 
     Args:
         environ: with the credentials of trackers; None: this process's own, read at each start.
-        clock: seconds that never run backwards.
     """
 
     def __init__(

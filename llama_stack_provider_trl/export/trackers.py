@@ -10,11 +10,8 @@ from .tracker import Tracker
 
 
 def make_tracker(name: str, settings: TrackerSettings, data_dir: Path) -> Tracker:
-    """The tracker of a name that is configured. Imports its library.
-
-    Raises:
-        ImportError: the library is not installed.
-    """
+    """The tracker of a name that is configured. Imports its library. Raises ImportError: the library is not
+    installed."""
     home = DataDir(data_dir).trackers
     if name == "tensorboard" and settings.tensorboard is not None:
         from .tensorboard import TensorBoard

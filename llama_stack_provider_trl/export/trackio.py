@@ -22,11 +22,7 @@ _MOST_ROWS = 1000
 
 
 class Trackio:
-    """Writes to trackio's databases in `directory`. Imports trackio.
-
-    Raises:
-        ImportError: trackio is not installed.
-    """
+    """Writes to trackio's databases in `directory`. Imports trackio. Raises ImportError: trackio is not installed."""
 
     at_end = False
 

@@ -46,15 +46,12 @@ class UploadFailed(TrlError, OSError):
 
 
 class Uploads:
-    """Uploads directories of runs with `wandb sync`, in a process of its own.
+    """Uploads directories of runs with `wandb sync`, in a process of its own. Raises UploadFailed: there is no API key.
 
     Args:
         uri: of the server; None: that of Weights & Biases.
         entity: the user or team that has the runs; None: the default one of the API key.
         environ: has the API key; None: that of this process.
-
-    Raises:
-        UploadFailed: there is no API key.
     """
 
     def __init__(self, uri: str | None, entity: str | None, environ: Mapping[str, str] | None = None) -> None:
@@ -64,13 +61,10 @@ class Uploads:
             raise UploadFailed(f"{_KEY} is not set: set it in the environment of the service, and start that again")
 
     def upload(self, run: Path, run_id: str, directory: Path) -> None:
-        """Upload a run, unless the server has it.
+        """Upload a run, unless the server has it. Raises UploadFailed.
 
         Args:
             directory: an empty one, for what wandb logs.
-
-        Raises:
-            UploadFailed.
         """
         uploaded = run / _UPLOADED
         if uploaded.exists():
@@ -109,11 +103,7 @@ def errors_of(output: str) -> list[str]:
 
 
 class Wandb:
-    """Writes below `directory`, a directory per project. Imports wandb.
-
-    Raises:
-        ImportError: wandb is not installed.
-    """
+    """Writes below `directory`, a directory per project. Imports wandb. Raises ImportError: wandb is not installed."""
 
     at_end = True
 

@@ -107,23 +107,15 @@ async def submit(
     models: list[Base] | None = None,
     admit: Callable[[], object] = lambda: None,
 ) -> bool:
-    """Submit a job. Returns only when the job is stored: nothing can lose it afterwards.
+    """Submit a job. Returns only when the job is stored: nothing can lose it afterwards. Returns whether the job is
+    new. Raises InvalidRequest: a field, a value or a row that cannot be honoured; JobConflict: the job_uuid is taken by
+    another request, or its checkpoint directory has content that is not ours; LimitReached: the owner has too many
+    waiting jobs; StoreError: the job or its rows cannot be stored.
 
     Args:
         digest: digest of the caller's request: an equal digest is the same job.
         owner: None: not known, and not limited.
-        work: what a WorkRequest does.
         models: of a merge or an ensemble: what its models are.
-        admit: see `Store.add_job`.
-
-    Returns:
-        Whether the job is new.
-
-    Raises:
-        InvalidRequest: a field, a value or a row that cannot be honoured.
-        JobConflict: the job_uuid is taken by another request, or its checkpoint directory has content that is not ours.
-        LimitReached: the owner has too many waiting jobs.
-        StoreError: the job or its rows cannot be stored.
     """
     # Checked first: a repeated POST returns its job even if its model or dataset is gone by now.
     if store.holds(request.job_uuid, digest):
@@ -150,11 +142,7 @@ async def _submit(
     models: list[Base] | None,
     admit: Callable[[], object],
 ) -> bool:
-    """As `submit`, for a request that was not stored before.
-
-    Args:
-        rows: stores parts of the dataset.
-    """
+    """As `submit`, for a request that was not stored before. `rows` stores parts of the dataset."""
     wants_search = isinstance(request, Request) and request.hyperparam_search_config
     if wants_search and (search := await in_work_thread(resolve_search, request, options)):
         if options.evaluate is not None:
@@ -268,19 +256,15 @@ async def resolved(
     named: NamedJob | None = None,
     put: Put | None = put_lines,
 ) -> ResolvedJob:
-    """Resolve a request to a job with its rows.
+    """Resolve a request to a job with its rows. Raises InvalidRequest: a field, a value or a row that cannot be
+    honoured; StoreError: the rows cannot be stored.
 
     Args:
         store: the jobs that the request may name as its base; None: there are none.
-        work: what a WorkRequest does.
         splits: those that were made for the same submission.
         models: of a merge, an ensemble or judges: what these models are.
         named: the job that the request names as its base, in place of one that is stored.
         put: stores parts of the dataset; None: they are planned only.
-
-    Raises:
-        InvalidRequest: a field, a value or a row that cannot be honoured.
-        StoreError: the rows cannot be stored.
     """
     # Models, adapters and installed packages are read: none of that may hold up other requests. One call of a thread,
     # since each waits for its turn beside the supervisor.
@@ -425,11 +409,8 @@ async def _check_custom(resolution: Resolution, dataset: DatasetRef, names: RowN
 async def _resolved_evaluation(
     job: JobSpec, options: ProviderOptions, settings: Settings, datasets: Datasets, store: Store
 ) -> ResolvedJob | None:
-    """The job that evaluates the result of another one, which is not stored yet; None: none does.
-
-    Raises:
-        InvalidRequest, StoreError: as `resolved`.
-    """
+    """The job that evaluates the result of another one, which is not stored yet; None: none does. Raises
+    InvalidRequest, StoreError: as `resolved`."""
     if options.evaluate is None:
         return None
     own = {name: getattr(options, name) for name in ("priority", "device", "retries")}
@@ -466,12 +447,8 @@ def keep_rows(
 ) -> tuple[DatasetRef, list[str]]:
     """Check rows, and store them under their digest: what a job trains on cannot change under it.
 
-    They are written to a file, which is checked in a process with limits.
-
-    Raises:
-        InvalidRows: naming the dataset and its first bad row.
-        LimitReached: too many datasets are checked.
-        StoreError: they cannot be written.
+    They are written to a file, which is checked in a process with limits. Raises InvalidRows: naming the dataset and
+    its first bad row; LimitReached: too many datasets are checked; StoreError: they cannot be written.
     """
     warnings: list[str] = []
 

@@ -111,39 +111,26 @@ class MasterPorts(Protocol):
 
     def choose(self, run_dirs: Iterable[Path]) -> tuple[int, int]:
         """A free port that no task in `run_dirs` was given, and the last port that may replace it if another process
-        listens on it by then.
-
-        Raises:
-            OSError: no port of the range is free.
-        """
+        listens on it by then. Raises OSError: no port of the range is free."""
 
 
 class Launcher(Protocol):
     """Starts, observes and ends tasks on one node. Every call returns in well under a second."""
 
     def start(self, task: TaskSpec) -> None:
-        """Start the task unless a task with this id was ever started here.
-
-        Raises:
-            OSError: the task could not be started, and nothing runs.
-        """
+        """Start the task unless a task with this id was ever started here. Raises OSError: the task could not be
+        started, and nothing runs."""
 
     def poll(self, task: TaskSpec) -> Observation:
         """Observe the task."""
 
     def pause(self, task: TaskSpec) -> None:
-        """Request that rank 0 saves after the current step and ends, with a `paused` event. May be repeated.
-
-        Raises:
-            OSError: the request cannot be written.
-        """
+        """Request that rank 0 saves after the current step and ends, with a `paused` event. May be repeated. Raises
+        OSError: the request cannot be written."""
 
     def sweep(self, root: Path, keep: Collection[Path]) -> list[Path]:
-        """End every process of a task whose run directory is below `root` and not in `keep`.
-
-        Returns:
-            The run directories of the tasks that were ended.
-        """
+        """End every process of a task whose run directory is below `root` and not in `keep`. Returns the run
+        directories of the tasks that were ended."""
 
     def cancel(self, task: TaskSpec) -> None:
         """Request the end of the task: SIGTERM, then SIGKILL 3 s later, for all its processes. Returns immediately.

@@ -20,10 +20,8 @@ _MINOR = re.compile(r"^Device Minor:\s+(\d+)", re.MULTILINE)
 def usable_devices(configured: str) -> list[str]:
     """The devices that jobs may be placed on, for a `device` setting.
 
-    `auto` means every GPU, else Apple's mps, else the CPU. The training process checks again with torch.
-
-    Raises:
-        InvalidRequest: the setting is not the name of a device, or names one that does not exist.
+    `auto` means every GPU, else Apple's mps, else the CPU. The training process checks again with torch. Raises
+    InvalidRequest: the setting is not the name of a device, or names one that does not exist.
     """
     if configured == "cpu" or (configured == "mps" and _has_mps()):
         return [configured]
@@ -49,11 +47,7 @@ def count_gpus() -> int:
 
 def core_numbers(devices: Sequence[str]) -> tuple[int, ...]:
     """The numbers that the system gives to the reserved cores among devices: `cpu:N` is the Nth core, from 0, that this
-    process may use.
-
-    Raises:
-        OSError: there are fewer.
-    """
+    process may use. Raises OSError: there are fewer."""
     wanted = [int(device.removeprefix(CORE)) for device in devices if device.startswith(CORE)]
     usable = _usable_cores() if wanted else []
     if wanted and max(wanted) >= len(usable):

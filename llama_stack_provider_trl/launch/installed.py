@@ -24,7 +24,6 @@ def digest(paths: Sequence[str], own: Path = OWN) -> str:
 
     Args:
         paths: from `searched`.
-        own: directory of our package.
     """
     found = hashlib.sha256()
     for entry in sorted((*_installed(paths), *_modules(own))):

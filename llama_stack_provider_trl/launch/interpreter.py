@@ -75,11 +75,8 @@ _NO_ANSWER = (subprocess.TimeoutExpired, ValueError, IndexError, TypeError)
 
 
 def check_interpreter(python: Path | None) -> None:
-    """Check that an interpreter can train; None: the interpreter of this process.
-
-    Raises:
-        InvalidRequest: it does not exist, is too old, or lacks what training needs; names the remedy.
-    """
+    """Check that an interpreter can train; None: the interpreter of this process. Raises InvalidRequest: it does not
+    exist, is too old, or lacks what training needs; names the remedy."""
     if python is None or str(python) == sys.executable:
         # Without a process of its own, whose start takes 0.25 s of CPU.
         problem = _lacking(sys.executable, sys.version_info[:2], _installed(), __version__, schema_digest())
@@ -90,11 +87,8 @@ def check_interpreter(python: Path | None) -> None:
 
 
 def check_vllm(python: Path | None) -> str:
-    """Check that an interpreter has vLLM, which is not imported. Returns what it has; None: empty.
-
-    Raises:
-        InvalidRequest: it does not exist, or lacks vLLM; names the remedy.
-    """
+    """Check that an interpreter has vLLM, which is not imported. Returns what it has; None: empty. Raises
+    InvalidRequest: it does not exist, or lacks vLLM; names the remedy."""
     if python is None:
         return ""
     todo = "name the Python of an environment made with pip install vllm, or leave it out"

@@ -72,11 +72,8 @@ class Isolation:
 
     def view(self, task: TaskSpec, environ: Mapping[str, str]) -> View | None:
         """The view of a task whose specification is written; None: it is not isolated. Creates the directories that it
-        may write. `environ` is that of its processes.
-
-        Raises:
-            OSError: its specification cannot be read, or a directory cannot be created.
-        """
+        may write. `environ` is that of its processes. Raises OSError: its specification cannot be read, or a directory
+        cannot be created."""
         if not self.how:
             return None
         spec = RunDir(task.run_dir).spec
@@ -106,8 +103,6 @@ class Isolation:
         """A command line that runs another one isolated; the same one where nothing is isolated.
 
         Args:
-            cwd: its working directory.
-            environ: its environment.
             read: files and directories below a hidden one that it reads, beside those of a training.
             write: directories that it writes.
             keep: open files that it inherits from its caller.
@@ -153,14 +148,11 @@ NO_ISOLATION = Isolation(why_not="isolation is off")
 
 
 def isolate(mode: Mode, directories: Iterable[Path], files: Iterable[Path | None] = ()) -> Isolation:
-    """Apply the setting `isolation` on this machine; takes 0.1 s.
+    """Apply the setting `isolation` on this machine; takes 0.1 s. Raises InvalidRequest: the mode is `required`, and
+    trainings cannot be isolated here; gives the reason.
 
     Args:
-        directories: data directories to hide.
         files: files with secrets; None entries are skipped.
-
-    Raises:
-        InvalidRequest: the mode is `required`, and trainings cannot be isolated here; gives the reason.
     """
     if mode == "off":
         return NO_ISOLATION

@@ -129,7 +129,6 @@ class LocalLauncher:
         return Observation(TaskState.exited, detail="the runner was killed, and its training process with it")
 
     def pause(self, task: TaskSpec) -> None:
-        """See `Launcher.pause`."""
         control = RunDir(task.run_dir).control
         if not control.exists():
             atomic_write_json(control, PAUSE)
@@ -145,7 +144,6 @@ class LocalLauncher:
         return sorted(found)
 
     def cancel(self, task: TaskSpec) -> None:
-        """See `Launcher.cancel`."""
         paths = RunDir(task.run_dir)
         status = RunnerStatus.read(paths.runner_status)
         if status is None:

@@ -114,12 +114,8 @@ class View:
 
 
 class Confined:
-    """A program in namespaces, and its init, as their parent sees them.
-
-    Raises:
-        NotIsolated: the namespaces cannot be created.
-        OSError: the program cannot be started.
-    """
+    """A program in namespaces, and its init, as their parent sees them. Raises NotIsolated: the namespaces cannot be
+    created; OSError: the program cannot be started."""
 
     def __init__(
         self,

@@ -40,11 +40,8 @@ def given_port(run_dir: Path) -> int | None:
 
 
 def free_port(first: int, count: int, taken: Collection[int]) -> int:
-    """The first port of `first ... first + count - 1` that is not `taken` and that no process listens on.
-
-    Raises:
-        OSError: all of them are in use.
-    """
+    """The first port of `first ... first + count - 1` that is not `taken` and that no process listens on. Raises
+    OSError: all of them are in use."""
     for port in range(first, first + count):
         if port not in taken and _can_listen(port):
             return port

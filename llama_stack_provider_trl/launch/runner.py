@@ -565,10 +565,7 @@ def device_locks() -> list[Path]:
 
     The usual directory is in /tmp, where another user can create it first, which makes it useless. Then directories are
     created where no other user can write. Programs that have used those lock them also after the one in /tmp can be
-    created, since programs that started without it lock only them.
-
-    Raises:
-        OSError: none can be created.
+    created, since programs that started without it lock only them. Raises OSError: none can be created.
     """
     if chosen := os.environ.get("TRL_LOCK_DIR"):
         directory = Path(chosen)

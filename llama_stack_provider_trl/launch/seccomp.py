@@ -137,10 +137,7 @@ class _Program(ctypes.Structure):
 def filter_calls() -> None:
     """Filter the calls of this process and its children from now on; it may gain no privileges (no_new_privs).
 
-    Without effect on other processors than those of `ARCHITECTURES`.
-
-    Raises:
-        OSError: the kernel has no filters.
+    Without effect on other processors than those of `ARCHITECTURES`. Raises OSError: the kernel has no filters.
     """
     architecture = ARCHITECTURES.get(platform.machine())
     if architecture is None or sys.maxsize < 1 << 32:

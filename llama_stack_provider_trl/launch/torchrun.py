@@ -95,11 +95,8 @@ def _token_of_file(task: TaskSpec, environ: Mapping[str, str]) -> dict[str, str]
 
 def training_environment(task: TaskSpec, environ: Mapping[str, str]) -> dict[str, str]:
     """The allow-listed part of `environ`, the task's own variables, and the marks by which its processes are found.
-
-    Raises:
-        OSError: of a task of several nodes: no network interface of this machine has its address; of one that uploads:
-            the file with its token cannot be used.
-    """
+    Raises OSError: of a task of several nodes: no network interface of this machine has its address; of one that
+    uploads: the file with its token cannot be used."""
     added = {
         "PYTHONUNBUFFERED": "1",
         **malloc.environment(environ),
@@ -129,11 +126,7 @@ def training_environment(task: TaskSpec, environ: Mapping[str, str]) -> dict[str
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has an IP address, such as `eth0`.
-
-    Raises:
-        OSError: none has it.
-    """
+    """The network interface that has an IP address, such as `eth0`. Raises OSError: none has it."""
     wanted = ipaddress.ip_address(address)
     found: dict[str, str] = {}
     for name, addresses in psutil.net_if_addrs().items():
@@ -179,11 +172,7 @@ def _threads(ranks: int) -> int:
 
 def visible_gpus(task: TaskSpec, environ: Mapping[str, str]) -> dict[str, str]:
     """Make the task's own GPUs the only visible ones: Trainer would use all that it sees, and FSDP2 would shard the
-    model of a CPU task over them.
-
-    Raises:
-        OSError: the task has several ranks on MIG slices.
-    """
+    model of a CPU task over them. Raises OSError: the task has several ranks on MIG slices."""
     own = [device for device in task.devices if device.startswith("cuda:")]
     gpus = [visible_entry(device, environ) for device in own]
     if len(own) > 1 and any(is_slice(device, environ) for device in own):

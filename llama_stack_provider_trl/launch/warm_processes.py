@@ -71,11 +71,8 @@ def _is_applied_later(name: str, value: str) -> bool:
 
 
 class WarmProcess:
-    """One warm process and the channel to it. It ends with this process, or when the channel is closed.
-
-    Raises:
-        OSError: it cannot be started.
-    """
+    """One warm process and the channel to it. It ends with this process, or when the channel is closed. Raises OSError:
+    it cannot be started."""
 
     def __init__(self, python: str, environ: Mapping[str, str], spawn: Callable[..., Any] = subprocess.Popen) -> None:
         self._python = python
@@ -207,11 +204,8 @@ class WarmProcesses:
     def start(
         self, python: str | None, argv: Sequence[str], environ: Mapping[str, str], cwd: Path, output: int
     ) -> int | None:
-        """Have a runner started, without its interpreter in `argv`.
-
-        Returns:
-            The exit code of its first process; None: it has to be started cold.
-        """
+        """Have a runner started, without its interpreter in `argv`. Returns the exit code of its first process; None:
+        it has to be started cold."""
         python = python or sys.executable
         with self._lock:
             process = self._find(python, environ)

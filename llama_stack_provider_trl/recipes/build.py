@@ -281,11 +281,7 @@ def build_trainer(
 def load_data(
     spec: JobSpec, tokenizer: PreTrainedTokenizerBase, writer: EventWriter, rows_per_step: int
 ) -> TrainingData:
-    """Tokenize the job's datasets, and pack them where the job does.
-
-    Args:
-        rows_per_step: the global batch.
-    """
+    """Tokenize the job's datasets, and pack them where the job does."""
     check_rows_of_jobs(spec)
     teacher = load_teacher_tokenizer(spec)
     preparation = Preparation(
@@ -323,11 +319,7 @@ def _sources(train: MixedRows, validation: MixedRows | None) -> dict[str, str]:
 
 
 def load_policy(spec: JobSpec, device: torch.device, warn: Callable[[str], None] = lambda _: None) -> Policy:
-    """Load the model to train, and check that it can do what the job asks for.
-
-    Args:
-        warn: as of `load_model`.
-    """
+    """Load the model to train, and check that it can do what the job asks for."""
     storage = WeightStorage.of(spec)
     model = load_model(spec.source, storage, device, warn)
     set_attention(spec, model)

@@ -22,11 +22,7 @@ def main(argv: list[str]) -> int:
 
 
 def checked(spec: JobSpec) -> dict[str, Any]:
-    """The counts and warnings of all rows of a job.
-
-    Raises:
-        JobFailure: what would fail the job on them.
-    """
+    """The counts and warnings of all rows of a job. Raises JobFailure: what would fail the job on them."""
     with quick_imports():
         from .preview import examined
     found = examined(spec, PreviewSpec(rows=1), lambda: None, every_row=True)

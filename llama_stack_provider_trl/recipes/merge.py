@@ -27,11 +27,8 @@ def main(argv: list[str]) -> int:
 
 
 def merge_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
-    """Merge models as a job, into its checkpoint `final`. An attempt begins at the first weight.
-
-    Raises:
-        JobFailure: as `merge`.
-    """
+    """Merge models as a job, into its checkpoint `final`. An attempt begins at the first weight. Raises JobFailure: as
+    `merge`."""
     from .distributed.heartbeat import heartbeat
 
     job, work = attempt.job, attempt.job.work

@@ -28,10 +28,8 @@ def main(argv: list[str]) -> int:
 
 
 def merge_adapter(spec: AdapterMergeSpec) -> dict[str, Any]:
-    """Write the base model with the adapter merged in to `spec.output`, which appears when it is complete.
-
-    Returns:
-        `kind` (model), `parameters` and `bytes` of the result.
+    """Write the base model with the adapter merged in to `spec.output`, which appears when it is complete. Returns
+    `kind` (model), `parameters` and `bytes` of the result.
 
     Raises:
         JobFailure: invalid_request, the output exists; invalid_model, the adapter does not fit its base; export_failed,

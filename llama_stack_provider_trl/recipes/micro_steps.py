@@ -118,10 +118,8 @@ def merge_micro_steps(
     Args:
         spec: as this attempt's ranks train it.
         batch_plan: the batches of each optimizer step.
-        dataset: as of `before_training`.
         device: its type.
         measured: the machines' memory, and all that a device has (`preflight.memory_of`); called on rank 0.
-        mixture: as in `plan_steps`.
         trained: on rank 0, rows of a micro batch of the attempt that this one continues, which are taken again where
             the device can hold them: other batches round differently. None: there was none.
     """

@@ -123,18 +123,14 @@ def before_training(
     """Check the memory of a job before it loads its model; returns the result for its record.
 
     Nobody asked for merged micro steps: where they do not fit in what is free, the job is refused only if it does not
-    fit without them. They stay merged: what is free at the moment decides no number.
+    fit without them. They stay merged: what is free at the moment decides no number. Raises JobFailure: does_not_fit,
+    unless the job's option `preflight` is warn or off.
 
     Args:
         spec: as this attempt's ranks train it.
         batch_plan: the batches of each optimizer step.
         dataset: prepared rows, packed where the job packs them, without a filler.
-        requested: as in `check`.
-        mixture: as in `plan_steps`.
         unmerged: the job before its micro steps were merged; None: they were not.
-
-    Raises:
-        JobFailure: does_not_fit, unless the job's option `preflight` is warn or off.
     """
     if spec.preflight == "off" or ranks.rank() != 0:  # the other ranks end with rank 0
         return None
@@ -184,12 +180,9 @@ def choose_gradient_sync(spec: JobSpec, verdict: dict[str, Any] | None) -> JobSp
 
 
 def preflight_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
-    """Run a preflight: tokenize the rows as the job would, and report instead of training.
-
-    Raises:
-        JobFailure: what would prevent the job from starting, such as a missing model; or the preflight itself exceeds
-            its memory limit, since a chat template may allocate any amount.
-    """
+    """Run a preflight: tokenize the rows as the job would, and report instead of training. Raises JobFailure: what
+    would prevent the job from starting, such as a missing model; or the preflight itself exceeds its memory limit,
+    since a chat template may allocate any amount."""
     request = attempt.preflight
     if request is None:
         raise AssertionError("the attempt has no PreflightSpec")

@@ -134,25 +134,19 @@ class _Compared:
 
 
 def preview(spec: JobSpec, request: PreviewSpec, writer: EventWriter) -> None:
-    """Write the event with the examples of the requested rows, and the counts of those that follow them.
-
-    Raises:
-        JobFailure: what would fail the job on these rows; invalid_request, there are none.
-    """
+    """Write the event with the examples of the requested rows, and the counts of those that follow them. Raises
+    JobFailure: what would fail the job on these rows; invalid_request, there are none."""
     writer.write(examined(spec, request, writer.heartbeat), durable=True)
     writer.write(Finished(step=0), durable=True)
 
 
 def examined(spec: JobSpec, request: PreviewSpec, alive: Callable[[], object], *, every_row: bool = False) -> Previewed:
-    """Rows as they are trained, with the counts of the requested ones and those that follow them.
+    """Rows as they are trained, with the counts of the requested ones and those that follow them. Raises JobFailure: as
+    `preview`.
 
     Args:
-        alive: is called from time to time.
         every_row: read all rows and compare all turns, and raise where the job would fail on them; else as many as
             there is time for, and a failure that other rows may avert is a warning.
-
-    Raises:
-        JobFailure: as `preview`.
     """
     spec, notes = within_positions(spec)
     tokenizer = load_job_tokenizer(spec, notes.append)

@@ -22,14 +22,11 @@ def lost_by_reward_models(
     spec: JobSpec, alive: Callable[[], object], rows: Iterable[tuple[int, PromptExample]] | None = None
 ) -> list[str]:
     """A sentence for each reward model whose chat template leaves out turns of the prompts. One that its job has not
-    written yet is not read.
+    written yet is not read. Raises JobFailure: invalid_dataset, there are such turns, and the job's `dropped_turns` is
+    refuse; invalid_model, a prompt has a token that a reward model has no embedding for.
 
     Args:
         rows: numbered prompts; None: all of the job's dataset.
-
-    Raises:
-        JobFailure: invalid_dataset, there are such turns, and the job's `dropped_turns` is refuse; invalid_model, a
-            prompt has a token that a reward model has no embedding for.
     """
     found: list[str] = []
     models = [model for model in spec.method.reward_models if model.source and model.source.directory.is_dir()]

@@ -62,11 +62,8 @@ class Run:
 
 
 def train_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
-    """Train, export and report one attempt. Every rank calls it.
-
-    Raises:
-        JobFailure: a failure that the user can correct; any other exception is a bug or a limit of the machine.
-    """
+    """Train, export and report one attempt. Every rank calls it. Raises JobFailure: a failure that the user can
+    correct; any other exception is a bug or a limit of the machine."""
     ranks.check_world_size(attempt.world_size)
     require_releases()
     spec, batch_plan = plan_batches(attempt)

@@ -12,11 +12,7 @@ from .options import ProviderOptions
 
 
 def check_answers(fields: Mapping[str, Any], data: DataConfig) -> None:
-    """Refuse what such a job cannot do, by its resolved fields and its data.
-
-    Raises:
-        InvalidRequest: names the field.
-    """
+    """Refuse what such a job cannot do, by its resolved fields and its data. Raises InvalidRequest: names the field."""
     most = fields["method"].answer_tokens
     if most is None:
         return
@@ -37,14 +33,10 @@ def check_answers(fields: Mapping[str, Any], data: DataConfig) -> None:
 
 
 def refuse_options(options: ProviderOptions, title: str, reference: str) -> None:
-    """Refuse options that such a method has no use for.
+    """Refuse options that such a method has no use for. Raises InvalidRequest: names the option.
 
     Args:
-        title: of the method.
         reference: why it has no reference as DPO has one, as a sentence's end.
-
-    Raises:
-        InvalidRequest: names the option.
     """
     if options.label_smoothing:
         hint = f"{title} has no form with smoothed labels; leave it out"

@@ -15,13 +15,11 @@ _FIELD = "provider_options.averaging"
 
 
 def resolve_averaging(options: ProviderOptions, settings: Settings, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a job whose workers' weights are averaged.
+    """The fields of a job whose workers' weights are averaged. Raises InvalidRequest: the job has one worker, or trains
+    or saves in a way that averaging excludes.
 
     Args:
         fields: of its JobSpec, resolved without averaging.
-
-    Raises:
-        InvalidRequest: the job has one worker, or trains or saves in a way that averaging excludes.
     """
     given = options.averaging
     if given is None:

@@ -92,11 +92,8 @@ def model_of(request: Request) -> NamedModel:
 
 
 def base_job_of(model: NamedModel) -> str | None:
-    """The job that a model names as `job:NAME`; None: it names none.
-
-    Raises:
-        InvalidRequest: that is no name of a job.
-    """
+    """The job that a model names as `job:NAME`; None: it names none. Raises InvalidRequest: that is no name of a
+    job."""
     name, value, own = model
     if value is None or not value.startswith(PREFIX):
         return None
@@ -121,14 +118,11 @@ def is_adapter(model: NamedModel, settings: Settings, named: NamedJob | None) ->
 def resolve_base(
     model: NamedModel, settings: Settings, named: NamedJob | None = None, use: AdapterUse | None = None
 ) -> Base:
-    """Decide what a job begins with.
+    """Decide what a job begins with. Raises InvalidRequest.
 
     Args:
         named: the job of `base_job_of`.
         use: the provider option `adapter`.
-
-    Raises:
-        InvalidRequest.
     """
     name, value, _ = model
     if base_job_of(model) is not None:
@@ -169,11 +163,7 @@ def resolve_read(
 
 def served_job_of(name: str, value: str) -> tuple[str, str] | None:
     """The job whose checkpoint a chat names, and that name as `job:NAME` or `job:NAME/CHECKPOINT`; None: it names no
-    job.
-
-    Raises:
-        InvalidRequest: that is no name of a job.
-    """
+    job. Raises InvalidRequest: that is no name of a job."""
     if value.startswith(RESULT):
         # Of ft:MODEL:trl:SUFFIX:NAME, OpenAI's form, the last part counts; ckpt-step-N behind it is a checkpoint.
         job_uuid, rest = value.removeprefix(RESULT), ""
@@ -193,13 +183,10 @@ def served_job_of(name: str, value: str) -> tuple[str, str] | None:
 
 
 def resolve_served(name: str, value: str, settings: Settings, named: NamedJob | None = None) -> Base:
-    """Decide which model a chat is answered by, and with which adapter.
+    """Decide which model a chat is answered by, and with which adapter. Raises InvalidRequest.
 
     Args:
         named: the job of `served_job_of`; None: `value` names none.
-
-    Raises:
-        InvalidRequest.
     """
     if named is not None:
         is_adapter = named.spec.lora is not None and named.spec.work is None and not value.endswith("/merged")

@@ -310,7 +310,6 @@ def request_digest(kind: type[BaseModel], given: Mapping[str, Any], options: Bas
     field or another default does not make another request of an old one.
 
     Args:
-        given: the fields that the caller set.
         options: the provider options; those that the caller did not set are left out here.
     """
     parts = {"call": kind.__name__, "body": given, "options": options.model_dump(mode="json", exclude_unset=True)}

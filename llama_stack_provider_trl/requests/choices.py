@@ -40,7 +40,6 @@ def no_such_setting(error: Mapping[str, Any], model: Any, page: str) -> str:
 
     Args:
         error: one of pydantic's for it, with its place from the model on.
-        page: lists the settings.
     """
     *path, name = error["loc"]
     close = _nearest(str(name)[:COMPARED], _fields_at(model, path))

@@ -16,15 +16,12 @@ from .choices import nearest_choice
 
 
 def resolve_custom(name: str, given: dict[str, Any], where: str) -> tuple[InstalledMethod, dict[str, Any]]:
-    """The method of an installed package, and the algorithm and spec of a job that it trains.
+    """The method of an installed package, and the algorithm and spec of a job that it trains. Raises InvalidRequest: it
+    cannot be used here, or has no such field or value; LimitReached: too many requests are checked.
 
     Args:
         given: the fields of the request, `type` among them.
         where: the path of these fields.
-
-    Raises:
-        InvalidRequest: it cannot be used here, or has no such field or value.
-        LimitReached: too many requests are checked.
     """
     try:
         found = find_method(name)

@@ -89,11 +89,8 @@ def _values(config: DistillationConfig) -> dict[str, Any]:
 
 
 def with_model(method: DistillationSpec, settings: Settings) -> DistillationSpec:
-    """The parameters with the model that the teacher is; `jobs.inputs.teachers` looks up one that is a job's.
-
-    Raises:
-        InvalidRequest: it cannot be used.
-    """
+    """The parameters with the model that the teacher is; `jobs.inputs.teachers` looks up one that is a job's. Raises
+    InvalidRequest: it cannot be used."""
     given = method.teacher.model
     if given.startswith(PREFIX):
         return method

@@ -35,11 +35,8 @@ def is_answered_by_vllm(work: Work | None) -> bool:
 
 
 def with_engine(work: Work, settings: Settings) -> Work:
-    """The work with the interpreter that its answers are computed by.
-
-    Raises:
-        InvalidRequest: there is none, or vLLM would answer at another temperature.
-    """
+    """The work with the interpreter that its answers are computed by. Raises InvalidRequest: there is none, or vLLM
+    would answer at another temperature."""
     answering = work.answering
     if answering is None or not is_answered_by_vllm(work):
         return work
@@ -51,11 +48,8 @@ def with_engine(work: Work, settings: Settings) -> Work:
 
 
 def resolve_vllm(config: GRPOConfig, options: ProviderOptions, where: str) -> VllmSpec | None:
-    """How vLLM answers the prompts of a job that trains, but for its interpreter; None: transformers does.
-
-    Raises:
-        InvalidRequest: names a field that vLLM cannot honour, or that has no effect.
-    """
+    """How vLLM answers the prompts of a job that trains, but for its interpreter; None: transformers does. Raises
+    InvalidRequest: names a field that vLLM cannot honour, or that has no effect."""
     given = {name: value for name in _FIELDS if (value := getattr(config, f"vllm_{name}")) is not None}
     if not config.use_vllm:
         for name, value in given.items():

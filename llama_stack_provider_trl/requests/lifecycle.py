@@ -18,13 +18,10 @@ from .settings import Request, Settings
 def resolve_lifecycle(
     request: Request, options: ProviderOptions, settings: Settings, base: Base, makers: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Resolve the fields of this module.
+    """Resolve the fields of this module. Raises InvalidRequest: names the field.
 
     Args:
         makers: jobs that make its other models: those of a merge or an ensemble, reward models, a teacher.
-
-    Raises:
-        InvalidRequest: names the field.
     """
     data = request.training_config.data_config
     return {

@@ -25,11 +25,7 @@ class NamedDataset(NamedTuple):
 
 
 def resolve_datasets(data: DataConfig, options: ProviderOptions, algorithm: Algorithm) -> tuple[NamedDataset, ...]:
-    """The datasets that a job is trained on.
-
-    Raises:
-        InvalidRequest: they cannot be mixed.
-    """
+    """The datasets that a job is trained on. Raises InvalidRequest: they cannot be mixed."""
     given = options.mixture
     if given is None:
         return (NamedDataset(data.dataset_id, options.row_names),)

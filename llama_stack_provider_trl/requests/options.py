@@ -456,11 +456,8 @@ class ProviderOptions(Documented, CheckedNames):
 
     @classmethod
     def parse(cls, value: Any) -> ProviderOptions:
-        """The options in a header's `trl` key or a body's `provider_options`; None means none given.
-
-        Raises:
-            InvalidRequest: naming the first field that is unknown or has a wrong value.
-        """
+        """The options in a header's `trl` key or a body's `provider_options`; None means none given. Raises
+        InvalidRequest: naming the first field that is unknown or has a wrong value."""
         try:
             return cls.model_validate(value if value is not None else {})
         except ValidationError as error:

@@ -23,14 +23,11 @@ def resolve_placement(
     method: dict[str, Any],
     warnings: list[str],
 ) -> dict[str, Any]:
-    """Resolve the fields of this module.
+    """Resolve the fields of this module. Raises InvalidRequest: names the field.
 
     Args:
         method: the resolved fields of the training method.
         warnings: gets one where the job uses no GPU though other machines have some.
-
-    Raises:
-        InvalidRequest: names the field.
     """
     device = resolve_device(options, settings, settings.max_nodes)
     resources, why_here = resolve_resources(options, settings, base, method)
@@ -48,14 +45,11 @@ def resolve_single_node(
     options: ProviderOptions, settings: Settings, base: Base, dtype: str | None, warnings: list[str] | None
 ) -> dict[str, Any]:
     """Resolve the fields of this module for a job that does not train: its processes hold the whole model each, and run
-    on one node, that of the service where the job requests no resources.
+    on one node, that of the service where the job requests no resources. Raises InvalidRequest: names the field.
 
     Args:
         dtype: that the request sets.
         warnings: as `resolve_placement`; None: the job has no choice that a warning could name.
-
-    Raises:
-        InvalidRequest: names the field.
     """
     requested, resources = options.resources, None
     device = resolve_device(options, settings, 1 if requested is None else settings.max_nodes)
@@ -173,11 +167,8 @@ _FSDP = "provider_options.fsdp_config"
 
 
 def with_sharding(options: ProviderOptions, settings: Settings) -> Settings:
-    """The settings with the job's own `fsdp_config`, which has the configuration's values where it sets none.
-
-    Raises:
-        InvalidRequest: this provider trains in one process.
-    """
+    """The settings with the job's own `fsdp_config`, which has the configuration's values where it sets none. Raises
+    InvalidRequest: this provider trains in one process."""
     if options.fsdp_config is None:
         return settings
     given = options.fsdp_config.model_dump(exclude_none=True)

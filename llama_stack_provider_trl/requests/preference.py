@@ -45,11 +45,8 @@ class Requested:
 def resolve_preference(
     request: PreferenceOptimizeRequest, options: ProviderOptions, warnings: list[str]
 ) -> dict[str, Any] | None:
-    """The algorithm that a request names and its spec; None: DPO.
-
-    Raises:
-        InvalidRequest: there is no such method, or the method has no such field or value.
-    """
+    """The algorithm that a request names and its spec; None: DPO. Raises InvalidRequest: there is no such method, or
+    the method has no such field or value."""
     where, given = "algorithm_config", request.algorithm_config or {}
     if options.method is not None:
         _note_unread(given, options.method.get("type"), warnings)
@@ -72,13 +69,11 @@ def resolve_preference(
 
 
 def check_step(fields: Mapping[str, Any]) -> None:
-    """Refuse KTO with one row per optimizer step.
+    """Refuse KTO with one row per optimizer step. Raises InvalidRequest: the only row would be its own estimate of the
+    KL divergence.
 
     Args:
         fields: of the JobSpec.
-
-    Raises:
-        InvalidRequest: the only row would be its own estimate of the KL divergence.
     """
     rows = fields["batch_size"] * fields["gradient_accumulation_steps"] * fields["ranks"]
     if fields["method"].estimates_kl and rows == 1:

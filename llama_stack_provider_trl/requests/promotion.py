@@ -65,18 +65,14 @@ def refuse_unusable(
     age: int | None = None,
     completed: bool = False,
 ) -> None:
-    """Refuse conditions that say nothing about a model.
+    """Refuse conditions that say nothing about a model. Raises InvalidRequest: names the condition's field: no bound or
+    several, a job that is none or evaluates another model or other rows, or has failed; a measure that it does not
+    report.
 
     Args:
-        model: what is exported, or registered.
-        field: of the request, that has them.
         age: of the job whose checkpoint the model is: an older evaluation measured a deleted job of the same name.
             None: the model is no job's.
         completed: whether their evaluations must have completed.
-
-    Raises:
-        InvalidRequest: names the condition's field: no bound or several, a job that is none or evaluates another model
-            or other rows, or has failed; a measure that it does not report.
     """
     for number, one in enumerate(conditions):
         where = f"{field}.{number}"

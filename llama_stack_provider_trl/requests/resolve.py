@@ -68,13 +68,11 @@ def resolve(
     settings: Settings,
     named: NamedJob | None = None,
 ) -> Resolution:
-    """Decide everything about a job that trains and that does not depend on its rows.
+    """Decide everything about a job that trains and that does not depend on its rows. Raises InvalidRequest: names the
+    field, its value and the nearest supported one.
 
     Args:
         named: the job that the request names as its base (`bases.base_job_of`).
-
-    Raises:
-        InvalidRequest: names the field, its value and the nearest supported one.
     """
     training = request.training_config
     refuse_unknown(request)

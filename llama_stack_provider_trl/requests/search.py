@@ -149,13 +149,11 @@ class RequestedSearch(NamedTuple):
         return self.config.trials or len(self.trials)
 
     def own_spec(self, job_uuid: str, first: JobSpec, probed: Sequence[JobSpec] = ()) -> JobSpec:
-        """The specification of the search's own job, from that of its first trial.
+        """The specification of the search's own job, from that of its first trial. Raises InvalidRequest: no evaluation
+        of its trials yields the objective.
 
         Args:
             probed: what the probes were resolved to.
-
-        Raises:
-            InvalidRequest: no evaluation of its trials yields the objective.
         """
         changes: dict[str, Any] = {
             "job_uuid": resolve_job_uuid(job_uuid),
@@ -199,13 +197,11 @@ class RequestedSearch(NamedTuple):
         return PruningSpec(eta=given.eta, min_steps=given.min_steps, fraction=given.fraction or default)
 
     def trial_spec(self, trial: RequestedTrial, resolved: JobSpec, first: JobSpec) -> JobSpec:
-        """The job of a trial.
+        """The job of a trial. Raises InvalidRequest: it has no evaluations, or cannot be compared with the first one,
+        or before its end.
 
         Args:
             first: that of the first trial.
-
-        Raises:
-            InvalidRequest: it has no evaluations, or cannot be compared with the first one, or before its end.
         """
         if resolved.data.validation is None:
             hint = "nothing is evaluated: name a validation_dataset_id, or set train_split_percentage below 1"
@@ -229,11 +225,8 @@ def _held_out(spec: JobSpec) -> list[str | None]:
 
 
 def resolve_search(request: Request, options: ProviderOptions) -> RequestedSearch | None:
-    """The trials that a request asks for; None: it asks for no search.
-
-    Raises:
-        InvalidRequest: names the field of the search, or that of a trial.
-    """
+    """The trials that a request asks for; None: it asks for no search. Raises InvalidRequest: names the field of the
+    search, or that of a trial."""
     if not request.hyperparam_search_config:
         return None
     config = parse_fields(SearchConfig, request.hyperparam_search_config, FIELD)
@@ -402,13 +395,11 @@ def rounded(values: RangeConfig, drawn: float) -> float:
 
 
 def make_trial(submitted: Submitted, number: int, values: dict[str, Any]) -> RequestedTrial:
-    """The request of a trial, with its values in their places.
+    """The request of a trial, with its values in their places. Raises InvalidRequest: a field that does not exist, or a
+    value that it does not accept.
 
     Args:
         number: 0: no trial, only values that are tried.
-
-    Raises:
-        InvalidRequest: a field that does not exist, or a value that it does not accept.
     """
     trees = json.loads(json.dumps({"body": submitted.body, "options": submitted.options}))
     kind = _KINDS[submitted.call]

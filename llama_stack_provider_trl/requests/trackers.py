@@ -159,13 +159,11 @@ class TrackerChoice(NamedTuple):
 def resolve_trackers(
     given: dict[str, Any] | None, settings: TrackerSettings, job_uuid: str
 ) -> tuple[TrackerChoice, ...]:
-    """The trackers of a job: those that `logger_config` chooses, and the defaults that it does not switch off.
+    """The trackers of a job: those that `logger_config` chooses, and the defaults that it does not switch off. Raises
+    InvalidRequest: a tracker that is not configured or not installed, an option or a name that there is not.
 
     Args:
         given: tracker -> true, false, or {"project": ..., "run": ...}; null is true.
-
-    Raises:
-        InvalidRequest: a tracker that is not configured or not installed, an option or a name that there is not.
     """
     wanted: dict[str, Any] = dict.fromkeys(settings.default, True)
     for name, value in (given or {}).items():

@@ -52,11 +52,7 @@ def question(search: SearchSpec, ended: Iterable[ValuedTrial], count: int, seed:
 
 
 def answered_values(search: SearchSpec, answer: bytes, count: int) -> list[dict[str, Any]]:
-    """The values of the trials in an answer.
-
-    Raises:
-        ValueError: it is no answer to the question.
-    """
+    """The values of the trials in an answer. Raises ValueError: it is no answer to the question."""
     possible = _possible(search)
     try:
         found = json.loads(answer)

@@ -40,14 +40,8 @@ def check_options(options: ProviderOptions, kind: type[WorkRequest]) -> None:
 
 
 def evaluation_after(job_uuid: str, given: dict[str, Any]) -> EvaluateRequest:
-    """The request for the evaluation of a job's result.
-
-    Args:
-        given: the provider option `evaluate`.
-
-    Raises:
-        InvalidRequest: names a field of `given`, from `provider_options.evaluate`.
-    """
+    """The request for the evaluation of a job's result. Raises InvalidRequest: names a field of `given`, from
+    `provider_options.evaluate`."""
     own = {"job_uuid": evaluation_name(job_uuid), "model": f"{OF_JOB}{job_uuid}"}
     if taken := [name for name in (*own, "models") if name in given]:
         hint = f"it is {own.get(taken[0], 'one model')!r}, since this job is evaluated: leave it out"
@@ -73,14 +67,12 @@ def resolve_work(
     """Decide everything about a job that does not train and that does not depend on its rows.
 
     Its processes, one where it sets no other number, hold the whole model each. It runs on the service's machine where
-    it requests no resources. An adapter that it names is read as it is, but by vLLM, which reads whole models.
+    it requests no resources. An adapter that it names is read as it is, but by vLLM, which reads whole models. Raises
+    InvalidRequest: names the field of the request, its value and the nearest supported one.
 
     Args:
         named: the job that the request names as its model (`bases.base_job_of`).
         makers: jobs that make its other models.
-
-    Raises:
-        InvalidRequest: names the field of the request, its value and the nearest supported one.
     """
     _check_place(work, options, settings)
     options = on_reserved_cores(options, settings)

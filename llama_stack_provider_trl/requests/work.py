@@ -22,7 +22,6 @@ from ..specs.exports import ExportSpec, ExportTarget, GgufType, destination_of
 from ..specs.harness import HarnessSpec
 from ..specs.merge import ADAPTER_METHODS, MODEL_METHODS, PRUNING_METHODS, MergeInput, MergeMethod, MergeSpec
 from ..specs.methods import Call
-from ..specs.model_source import ModelSource
 from ..specs.names import CheckedNames
 from ..specs.promotion import PromotionCondition
 from ..specs.work import (
@@ -96,30 +95,21 @@ class WorkRequest(_Kind):
         """What the job reads. Raises InvalidRequest: it is not said, or contradicts itself."""
 
     def named(self) -> list[tuple[str, str]]:
-        """The fields that name models beside the job's own, or several in its place, with their values.
-
-        Raises:
-            InvalidRequest: no model is named, or several that exclude one another.
-        """
+        """The fields that name models beside the job's own, or several in its place, with their values. Raises
+        InvalidRequest: no model is named, or several that exclude one another."""
         return []
 
     def one_tokenizer(self, found: Sequence[Base]) -> str | None:
-        """What to do where the models of `named` have different tokenizers; None: they may.
-
-        Args:
-            found: what each of them is.
-        """
+        """What to do where the models of `named` have different tokenizers; None: they may."""
         return None
 
     @abstractmethod
     def work(self, found: Sequence[Base] = ()) -> Work:
-        """What the job does.
+        """What the job does. Raises InvalidRequest: a field is missing or would be ignored, or a value is not
+        supported.
 
         Args:
             found: what each of the models of `named` is.
-
-        Raises:
-            InvalidRequest: a field is missing or would be ignored, or a value is not supported.
         """
 
     def conditions(self) -> Sequence[PromotionCondition]:
@@ -374,7 +364,7 @@ class MergeRequest(WorkRequest):
                 raise InvalidRequest(name, getattr(self, name), hint)
         if self.method == "slerp" and len(self.models) != 2:
             raise InvalidRequest("method", "slerp", f"it merges two models, {len(self.models)} are named")
-        sources = [_read_alone(base) for base in found]
+        sources = [(base.adapter or base.source).alone() for base in found]
         inputs = zip(sources, self.models, strict=False)
         return MergeWork(
             merge=MergeSpec(
@@ -448,11 +438,6 @@ NO_SUCH_KIND = f"a job that trains has no kind; others are: {', '.join(KINDS)}"
 def _further(base: Base) -> dict[str, Any]:
     """The fields of a FurtherModel."""
     return {**dict(base.source), "adapter": base.adapter, "lora": base.lora}
-
-
-def _read_alone(base: Base) -> ModelSource:
-    """What a merge reads: a model, or an adapter without the model below it."""
-    return (base.adapter or base.source).alone()
 
 
 def _refuse_ignored_sampling(temperature: float, **given: float) -> None:

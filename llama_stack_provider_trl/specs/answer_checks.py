@@ -127,16 +127,9 @@ class AnswerCheck(Frozen, CheckedNames):
 
 
 def refuse_unusable(checks: Sequence[AnswerCheck], field: str) -> None:
-    """Refuse checks that cannot be made.
-
-    Args:
-        field: of the request, that has them.
-
-    Raises:
-        InvalidRequest: names the check's field: one that would be ignored, a reference that is missing or cannot be
-            read, a name that two checks have.
-        LimitReached: too many requests are checked.
-    """
+    """Refuse checks that cannot be made. Raises InvalidRequest: names the check's field: one that would be ignored, a
+    reference that is missing or cannot be read, a name that two checks have; LimitReached: too many requests are
+    checked."""
     for number, check in enumerate(checks):
         refuse_fields(check, f"{field}.{number}")
         if check.grader is not None and (asking := asking_of(check.grader)):
@@ -242,11 +235,7 @@ def _refuse_grader(check: AnswerCheck, field: str) -> None:
 
 def reference(check: AnswerCheck, value: Any) -> Any:
     """What answers are compared with: `value`, of the check or of a row's column, read for its type. A grader reads a
-    row with all its columns.
-
-    Raises:
-        ValueError: it cannot be read; what was found, and what is expected.
-    """
+    row with all its columns. Raises ValueError: it cannot be read; what was found, and what is expected."""
     match check.type:
         case "grader":
             assert check.grader is not None
@@ -283,7 +272,6 @@ def reward_of(check: AnswerCheck, answer: str, item: Mapping[str, Any], replied:
     """What a check of type grader gives an answer.
 
     Args:
-        item: all columns of its row.
         replied: by the models of its graders.
     """
     assert check.grader is not None
@@ -296,14 +284,11 @@ def is_enough(check: AnswerCheck, given: Graded) -> bool:
 
 
 def passes(check: AnswerCheck, answer: str, reference: Any = None) -> bool:
-    """Whether an answer passes. What a grader gives it: `reward_of`.
+    """Whether an answer passes. What a grader gives it: `reward_of`. Raises TimeoutError: it cannot be decided within
+    `compiled_checks.TIMEOUT` seconds; JobFailure: invalid_request, a pattern takes all memory that it may have.
 
     Args:
         reference: of this answer; None: `json` without an expected value.
-
-    Raises:
-        TimeoutError: it cannot be decided within `compiled_checks.TIMEOUT` seconds.
-        JobFailure: invalid_request, a pattern takes all memory that it may have.
     """
     if check.type == "grader":
         return is_enough(check, reward_of(check, answer, reference))

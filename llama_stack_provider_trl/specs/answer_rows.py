@@ -34,23 +34,18 @@ class CheckedRow(NamedTuple):
 
 
 def read_checked_rows(path: Path, checks: Sequence[AnswerCheck], names: RowNames | None = None) -> Iterator[CheckedRow]:
-    """The rows of a stored dataset. What checks compare with has its own names there, whatever `names` are.
-
-    Raises:
-        InvalidRows: a row asks nothing, lacks a column or an answer that a check reads, or its value cannot be read.
-    """
+    """The rows of a stored dataset. What checks compare with has its own names there, whatever `names` are. Raises
+    InvalidRows: a row asks nothing, lacks a column or an answer that a check reads, or its value cannot be read."""
     with open(path, "rb") as file:
         yield from _checked_rows(file, checks, names)
 
 
 class RowsOnDemand:
-    """The rows of a stored dataset, each read when it is needed: in memory is only where each begins.
+    """The rows of a stored dataset, each read when it is needed: in memory is only where each begins. Raises
+    InvalidRows: as `read_checked_rows`.
 
     Args:
         were_read: all rows were read before, such as for their tokens: only where each begins is looked for.
-
-    Raises:
-        InvalidRows: as `read_checked_rows`.
     """
 
     def __init__(
@@ -110,12 +105,8 @@ def _checked(
 
 
 def refuse_unchecked_rows(dataset: DatasetRef, checks: Sequence[AnswerCheck]) -> None:
-    """Read all rows of a dataset as the job will, in a process with limits.
-
-    Raises:
-        InvalidRows: as `read_checked_rows`, or the rows take too long, or too much memory.
-        LimitReached: too many requests are checked.
-    """
+    """Read all rows of a dataset as the job will, in a process with limits. Raises InvalidRows: as `read_checked_rows`,
+    or the rows take too long, or too much memory; LimitReached: too many requests are checked."""
     try:
         texts = tuple(check.model_dump_json() for check in checks)
         _refuse_unread(dataset.path, dataset.sha256, texts, dataset.names and dataset.names.model_dump_json())

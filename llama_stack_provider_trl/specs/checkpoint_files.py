@@ -68,15 +68,12 @@ def is_data_name(name: str) -> bool:
 
 
 def check_names(names: Iterable[str], field: str, *, code: bool = False) -> None:
-    """Return if a checkpoint may hold files of these names.
+    """Return if a checkpoint may hold files of these names. Raises InvalidRequest: names the first file that is
+    refused.
 
     Args:
-        names: paths in the checkpoint.
         field: where the names stand, for the error.
         code: accept Python files at the top, which models with code of their own have. Nothing here runs them.
-
-    Raises:
-        InvalidRequest: names the first file that is refused.
     """
     for name in names:
         if not (is_data_name(name) or (code and _CODE.fullmatch(name))):

@@ -107,10 +107,8 @@ def _refuse_mixed_lists(value: Any) -> None:
 def _refuse_parts(schema: dict[str, Any]) -> None:
     """Refuse what is no schema, cannot be bounded in time, or is not in the schema itself.
 
-    What `$ref` names may be where no schema is expected, so each target is checked as one by itself.
-
-    Raises:
-        ValueError, SchemaError.
+    What `$ref` names may be where no schema is expected, so each target is checked as one by itself. Raises ValueError,
+    SchemaError.
     """
     from jsonschema import FormatChecker
     from referencing import Registry
@@ -221,11 +219,8 @@ def is_valid(validator: Any, value: Any) -> bool:
 
 
 def refuse_unbounded(found: Any) -> None:
-    """Compare sample texts, or values, with a compiled reference; in a process with limits of memory and time.
-
-    Raises:
-        ValueError: one takes more than these limits, or `TIMEOUT`.
-    """
+    """Compare sample texts, or values, with a compiled reference; in a process with limits of memory and time. Raises
+    ValueError: one takes more than these limits, or `TIMEOUT`."""
     if not hasattr(found, "is_valid"):
         _try_pattern(found)
         return

@@ -50,13 +50,11 @@ PACKED = {
 
 
 def decompressed(file: BinaryIO, ending: str) -> BinaryIO:
-    """What a compressed file has. It may be read again from its beginning (`seek(0)`).
+    """What a compressed file has. It may be read again from its beginning (`seek(0)`). Raises InvalidRows: the file is
+    not compressed by that, or no library decompresses it. Reading: it is damaged or cut.
 
     Args:
         ending: of its name, a key of `PACKED`.
-
-    Raises:
-        InvalidRows: the file is not compressed by that, or no library decompresses it. Reading: it is damaged or cut.
     """
     packing = PACKED[ending]
     found = packing_of(file)

@@ -90,14 +90,12 @@ def custom_names() -> list[str]:
 
 
 def find_method(name: str, *, tries_first: bool = True) -> InstalledMethod:
-    """The method of an installed package.
+    """The method of an installed package. Raises MethodUnavailable: there is none of this name, or its package cannot
+    be used: one sentence.
 
     Args:
         tries_first: its module is imported by another process first, which it may end. Not where a job trains: that
             process may end, too.
-
-    Raises:
-        MethodUnavailable: there is none of this name, or its package cannot be used: one sentence.
     """
     points = _found().get(name, [])
     if not points:
@@ -119,11 +117,8 @@ def find_method(name: str, *, tries_first: bool = True) -> InstalledMethod:
 
 
 def same_method(name: str, package: str, version: str) -> InstalledMethod:
-    """The method of an installed package, in a process that a server has called.
-
-    Raises:
-        MethodUnavailable: as `find_method`, or the package is not the server's any more: one sentence.
-    """
+    """The method of an installed package, in a process that a server has called. Raises MethodUnavailable: as
+    `find_method`, or the package is not the server's any more: one sentence."""
     found = find_method(name)
     if (found.package, found.version) != (package, version):
         raise MethodUnavailable(
@@ -157,12 +152,8 @@ def problems() -> list[str]:
 def check_custom_rows(
     method: MethodSpec | None, dataset: DatasetRef, use: RowUse, data_format: DataFormat | None
 ) -> None:
-    """Have a custom method check each row of a dataset whose shape is checked already.
-
-    Raises:
-        InvalidRows: it refuses a row.
-        MethodUnavailable: it is not installed here, or fails.
-    """
+    """Have a custom method check each row of a dataset whose shape is checked already. Raises InvalidRows: it refuses a
+    row; MethodUnavailable: it is not installed here, or fails."""
     if not isinstance(method, CustomSpec):
         return
     found = find_method(method.type)

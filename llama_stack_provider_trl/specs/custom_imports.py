@@ -122,13 +122,11 @@ class Imports[T]:
         self._lock = threading.Lock()
 
     def get(self, key: Any, module: str, load: Callable[[], T], what: str, *, tries_first: bool = True) -> T:
-        """What `load` returns, which imports `module`.
+        """What `load` returns, which imports `module`. Raises MethodUnavailable: it raised that, or has not ended in
+        time; `what` is the subject of that sentence.
 
         Args:
             tries_first: another process imports it before this one does.
-
-        Raises:
-            MethodUnavailable: it raised that, or has not ended in time; `what` is the subject of that sentence.
         """
         with self._lock:
             attempt = self._attempts.get(key)
@@ -166,10 +164,7 @@ def _load[T](attempt: _Attempt[T], module: str, load: Callable[[], T], what: str
 
 def _tried_elsewhere(module: str) -> str:
     """Import a module in another process first: one that ends its process, or never ends, must not do that here.
-
-    Returns:
-        Why it cannot be imported; empty: it can, or it raises an error, as it will here.
-    """
+    Returns why it cannot be imported; empty: it can, or it raises an error, as it will here."""
     read, write = os.pipe()
     try:
         child = subprocess.Popen(

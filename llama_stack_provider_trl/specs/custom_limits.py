@@ -24,14 +24,11 @@ ROWS = Limited(seconds=120, memory=1 << 30)
 def within_limits(
     found: InstalledMethod, what: str, limits: Limited, call: Callable[..., Iterable[Any]], *arguments: Any
 ) -> list[Any]:
-    """What a call of a package's code yields (`Limited.call`).
+    """What a call of a package's code yields (`Limited.call`). Raises MethodUnavailable: it exceeds the limits, or has
+    crashed: one sentence; LimitReached: too many requests are checked.
 
     Args:
         what: it does, as the end of a sentence.
-
-    Raises:
-        MethodUnavailable: it exceeds the limits, or has crashed: one sentence.
-        LimitReached: too many requests are checked.
     """
     try:
         return limits.call(call, *arguments, before=partial(find_method, found.name))
@@ -48,12 +45,8 @@ def within_limits(
 def refuse_custom_rows(
     method: MethodSpec | None, dataset: DatasetRef, use: RowUse, data_format: DataFormat | None
 ) -> None:
-    """`check_custom_rows` within limits.
-
-    Raises:
-        InvalidRows, MethodUnavailable: as there.
-        LimitReached: too many requests are checked.
-    """
+    """`check_custom_rows` within limits. Raises InvalidRows, MethodUnavailable: as there; LimitReached: too many
+    requests are checked."""
     custom = None if method is None else method.installed
     if custom is None:
         return

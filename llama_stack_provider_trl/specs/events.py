@@ -529,10 +529,7 @@ class EventWriter:
 
     def write(self, event: BaseModel, *, durable: bool = False) -> None:
         """Append one event, whole or not at all; with `durable`, return when it is on disk (checkpoints, results).
-
-        Raises:
-            OSError: the disk is full.
-        """
+        Raises OSError: the disk is full."""
         line = event.model_dump_json().encode() + b"\n"
         with self._lock:  # a second thread writes checkpoints and their events
             written = os.write(self._fd, line)
@@ -570,11 +567,8 @@ class NullEventWriter(EventWriter):
 
 
 def parse_event(line: bytes) -> Event:
-    """Read one line.
-
-    Raises:
-        ValueError: the line is not an event, or exceeds one of the bounds above; the message names which.
-    """
+    """Read one line. Raises ValueError: the line is not an event, or exceeds one of the bounds above; the message names
+    which."""
     if len(line) > LINE_BYTES:
         raise ValueError(f"it has {len(line)} bytes, an event has {LINE_BYTES} at most")
     # Before parsing: a line of commas takes 50 times its size as objects, and more with an error per value.
@@ -596,10 +590,8 @@ def event_lines(data: bytes) -> list[bytes]:
 def read_events(path: Path, offset: int = 0, limit: int = 1 << 20) -> tuple[list[Event], int]:
     """Read the whole lines of `path` from byte `offset` on: about `limit` bytes, and at least one line.
 
-    A line that is not an event becomes a warning; the lines after it are read.
-
-    Returns:
-        The events and the offset after the last whole line.
+    A line that is not an event becomes a warning; the lines after it are read. Returns the events and the offset after
+    the last whole line.
     """
     try:
         with open_regular(path) as file:

@@ -66,11 +66,8 @@ class Unusable(ValueError):
 
 
 def tasks_of(name: str, index: Mapping[str, TaskEntry]) -> dict[str, Mapping[str, Any]]:
-    """The tasks that a name stands for, with their settings, as the library would make them.
-
-    Raises:
-        Unusable: there is no such name, its groups contain each other, or lead to too many.
-    """
+    """The tasks that a name stands for, with their settings, as the library would make them. Raises Unusable: there is
+    no such name, its groups contain each other, or lead to too many."""
     if name not in index:
         raise Unusable(f"no task file has {name!r}; {_those_known(index)}")
     return dict(_Walk(index).tasks(name, {}, 0))
@@ -124,11 +121,8 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_tasks(spec: HarnessSpec, index: Mapping[str, TaskEntry]) -> None:
-    """Return if all tasks of a job can be measured.
-
-    Raises:
-        Unusable: one is unknown, named twice, or cannot be measured here; names it, and what to do.
-    """
+    """Return if all tasks of a job can be measured. Raises Unusable: one is unknown, named twice, or cannot be measured
+    here; names it, and what to do."""
     found: dict[str, str] = {}
     for name in spec.tasks:
         for task, config in tasks_of(name, index).items():
@@ -144,11 +138,7 @@ def check_tasks(spec: HarnessSpec, index: Mapping[str, TaskEntry]) -> None:
 
 
 def final_event(result: dict[str, Any], step: int) -> Finished:
-    """The event that ends a job with its result.
-
-    Raises:
-        Unusable: the result is larger than one that is read.
-    """
+    """The event that ends a job with its result. Raises Unusable: the result is larger than one that is read."""
     try:
         event = Finished(step=step, result=result)
         parse_event(event.model_dump_json().encode())

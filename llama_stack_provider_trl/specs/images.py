@@ -110,14 +110,12 @@ def place_images(
     messages: Sequence[dict[str, Any]], column: str | None, images: Sequence[bytes], refuse: Refuse, where: str
 ) -> None:
     """Put the images of a row where its messages have placeholders: parts without an image, or `<image>` in a text of a
-    user. Without any, all of them stand before the text of the first user turn, as TRL has it.
+    user. Without any, all of them stand before the text of the first user turn, as TRL has it. Raises what `refuse`
+    returns.
 
     Args:
         column: that the images are of; None: the row has none.
         where: what the messages are called in errors.
-
-    Raises:
-        what `refuse` returns.
     """
     for message in messages:
         if column is not None and message["role"] == "user" and PLACEHOLDER in message["content"]:

@@ -57,14 +57,10 @@ def reads_reference(template: str | None) -> bool:
 def refuse_unusable_judge(
     field: str, *, model: str | None, template: str | None, scale: Scale | None, at_least: float | None, given: bool
 ) -> None:
-    """Refuse a judge that cannot give a verdict.
+    """Refuse a judge that cannot give a verdict. Raises InvalidRequest: names the field of the check.
 
     Args:
-        field: of the check.
         given: the check brings a reference for all rows, or names the column with that of each.
-
-    Raises:
-        InvalidRequest: names the field of the check.
     """
     if not model:
         hint = "a check of type judge needs the model that reads the answers: a model id, a directory, or job:NAME"

@@ -13,16 +13,13 @@ from ..system.limited import Limited, LimitExceeded
 def read_within[Found](
     limits: Limited, read: Callable[..., Iterator[Found]], path: Path, *arguments: Any, doing: str, advice: str
 ) -> Found:
-    """What `read(path, *arguments)` yields, once, in another process.
+    """What `read(path, *arguments)` yields, once, in another process. Raises InvalidRows: it takes more than the limits
+    allow; LimitReached: too many files are read, or the machine is too busy; OSError: the file cannot be read, or there
+    can be no further process.
 
     Args:
         doing: what it does, as the beginning of the sentence about a limit.
         advice: how that sentence ends.
-
-    Raises:
-        InvalidRows: it takes more than the limits allow.
-        LimitReached: too many files are read, or the machine is too busy.
-        OSError: the file cannot be read, or there can be no further process.
     """
     try:
         (found,) = limits.call(read, path, *arguments, before=_load)

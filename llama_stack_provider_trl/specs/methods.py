@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue
 
@@ -300,6 +300,7 @@ class DistillationSpec(MethodParameters):
     """On-policy distillation (arXiv:2306.13649): the model answers each prompt, and learns a teacher's distribution of
     each token of its own answer. The loss is the mean over the tokens of the whole optimizer step."""
 
+    has_teacher: ClassVar[bool] = True
     algorithm: Literal["distillation"] = "distillation"
     reference: ReferenceSpec
     """The teacher, whose `source` is never None: it may be the base model itself."""
@@ -320,10 +321,6 @@ class DistillationSpec(MethodParameters):
         """Where the teacher is read from."""
         assert self.reference.source is not None
         return self.reference.source
-
-    @property
-    def has_teacher(self) -> bool:
-        return True
 
     @property
     def answer_tokens(self) -> int:

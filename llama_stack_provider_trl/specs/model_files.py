@@ -34,13 +34,11 @@ class NotSent(Exception):
 
 
 def sent_files(found: ModelDirectory, *, has_code: bool) -> list[str]:
-    """The files of a model on this machine that another machine gets to train it.
+    """The files of a model on this machine that another machine gets to train it. Raises NotSent; OSError: one of them
+    cannot be read, or is a link out of the directory.
 
     Args:
         has_code: the model's own code may run here.
-
-    Raises:
-        NotSent; OSError: one of them cannot be read, or is a link out of the directory.
     """
     if has_code:
         raise NotSent("it comes with Python code of its own, which no machine gets from another one")
@@ -70,14 +68,11 @@ def _index_of(found: ModelDirectory) -> bytes:
 
 
 def chosen_files(names: Sequence[str], read_index: Callable[[], bytes]) -> list[str]:
-    """Of the files in the directory of a model, or an adapter, those that another machine needs to train it.
+    """Of the files in the directory of a model, or an adapter, those that another machine needs to train it. Raises
+    NotSent.
 
     Args:
-        names: paths in the directory.
         read_index: the content of `INDEX`; called where the weights are in several files.
-
-    Raises:
-        NotSent.
     """
     plain = {name for name in names if _DATA.fullmatch(name)}
     if CONFIG in plain:
@@ -112,11 +107,8 @@ def _weights(plain: set[str], names: Sequence[str], read_index: Callable[[], byt
 
 
 def check_model_names(names: Iterable[str], field: str) -> None:
-    """Return if a model that another machine sends may have files of these names.
-
-    Raises:
-        InvalidRequest: names the first file that is refused.
-    """
+    """Return if a model that another machine sends may have files of these names. Raises InvalidRequest: names the
+    first file that is refused."""
     for name in names:
         if not _DATA.fullmatch(name):
             raise InvalidRequest(

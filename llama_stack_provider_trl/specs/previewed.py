@@ -7,11 +7,7 @@ from typing import Any
 
 
 def composition_sentence(row: Mapping[str, Any]) -> str:
-    """The turns of a row, and what it has beside them; empty: it is a text.
-
-    Args:
-        row: `events.PreviewedRow`.
-    """
+    """The turns of a row, and what it has beside them; empty: it is a text."""
     if not row["roles"]:
         return ""
     counted = [
@@ -24,11 +20,7 @@ def composition_sentence(row: Mapping[str, Any]) -> str:
 
 
 def turn_sentence(turn: Mapping[str, Any]) -> str:
-    """Whether a trained turn is what inference renders.
-
-    Args:
-        turn: `events.PreviewedTurn`.
-    """
+    """Whether a trained turn is what inference renders."""
     part = "" if turn["part"] == "sequence" else f" ({turn['part']})"
     outcome = {
         "equal": "as at inference",
@@ -40,11 +32,7 @@ def turn_sentence(turn: Mapping[str, Any]) -> str:
 
 
 def inference_sentence(counts: Mapping[str, Any]) -> str:
-    """How many trained turns are what inference renders.
-
-    Args:
-        counts: `events.InferenceCounts`.
-    """
+    """How many trained turns are what inference renders."""
     cut = f", {counts['cut']} more are in rows that are cut or dropped" if counts["cut"] else ""
     unasked = f", {counts['unasked']} are before any question" if counts["unasked"] else ""
     left = f", {counts['not_compared']} were not compared" if counts["not_compared"] else ""

@@ -49,11 +49,7 @@ Row = dict[str, Any]
 
 
 def refuse_other_kind(start: bytes) -> None:
-    """Return if a file may have rows, by its first bytes.
-
-    Raises:
-        InvalidRows: it is of another kind: names that.
-    """
+    """Return if a file may have rows, by its first bytes. Raises InvalidRows: it is of another kind: names that."""
     for begin, what in _OTHER_KINDS:
         if start.startswith(begin):
             raise InvalidRows(f"the file is {what}")
@@ -63,22 +59,16 @@ def refuse_other_kind(start: bytes) -> None:
 
 def parse_line(line: str) -> Any:
     """A line of rows that are stored, and were checked. One may have the byte order mark of its file: a part of the
-    rows has them in another order.
-
-    Raises:
-        ValueError: it is not JSON.
-    """
+    rows has them in another order. Raises ValueError: it is not JSON."""
     return parse_json(line.removeprefix("\ufeff"), any_digits=True)
 
 
 def read_ndjson(file: BinaryIO, *, blank_lines: bool = False) -> Iterator[Row]:
-    """The rows of a file with one JSON object per line.
+    """The rows of a file with one JSON object per line. Raises InvalidRows: a line is not JSON, too long, or has a key
+    twice; names it.
 
     Args:
         blank_lines: skip them, instead of refusing them.
-
-    Raises:
-        InvalidRows: a line is not JSON, too long, or has a key twice; names it.
     """
     row = 0
     for number, marked in enumerate(_lines(file), start=1):
@@ -116,12 +106,8 @@ def read_ndjson(file: BinaryIO, *, blank_lines: bool = False) -> Iterator[Row]:
 def read_csv(file: BinaryIO) -> Iterator[Row]:
     """The rows of a CSV file with a header. All values are text, and an empty cell is an absent value, as in Llama
     Stack's own reader. Lines without a value are skipped; a first line such as `sep=;` names the separator. A column
-    without a name, as data frames write their index, has its number: "unnamed column 1".
-
-    Raises:
-        InvalidRows: the file is not CSV, its header has a name twice, or a row has more cells than the header; names
-            the line.
-    """
+    without a name, as data frames write their index, has its number: "unnamed column 1". Raises InvalidRows: the file
+    is not CSV, its header has a name twice, or a row has more cells than the header; names the line."""
     csv.field_size_limit(LINE_BYTES)
     _check_kind(file)
     text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
@@ -178,11 +164,8 @@ def _too_many_cells(names: list[str], line: int) -> str:
 
 
 def read_json(file: BinaryIO) -> Iterator[Row]:
-    """The rows of a .json file: a list of objects, also under the only key of an object, or one object per line.
-
-    Raises:
-        InvalidRows: it is none of these, or has a key twice.
-    """
+    """The rows of a .json file: a list of objects, also under the only key of an object, or one object per line. Raises
+    InvalidRows: it is none of these, or has a key twice."""
     start = _check_kind(file).removeprefix(_BOM).lstrip()
     if start.startswith(b"["):
         yield from _parsed(file)
@@ -224,11 +207,8 @@ def _is_one_object(file: BinaryIO) -> bool:
 
 
 def _rows_within(document: Row) -> Iterator[Row]:
-    """The rows of a file that is one object: those of its only list, or the object itself.
-
-    Raises:
-        InvalidRows: it has several lists of rows, or a table by its columns.
-    """
+    """The rows of a file that is one object: those of its only list, or the object itself. Raises InvalidRows: it has
+    several lists of rows, or a table by its columns."""
     from .rows import COLUMNS  # imports what processes that only convert do not need
 
     lists = {key: value for key, value in document.items() if key not in COLUMNS and _is_list_of_objects(value)}
@@ -261,11 +241,8 @@ def read_parquet(file: BinaryIO) -> Iterator[Row]:
     """The rows of a Parquet file, in batches: as many as fit into `_BATCH_BYTES` by the file's metadata, at most 256.
 
     The metadata may be wrong, and a value that is stored once may occur in every row (1 KB of file, 5.7 GiB of rows in
-    batches of 1024): the memory limit of the service's reader ends it then.
-
-    Raises:
-        InvalidRows: a column, or a field of one, is there twice; the file is damaged, or of another kind; pyarrow is
-            not installed.
+    batches of 1024): the memory limit of the service's reader ends it then. Raises InvalidRows: a column, or a field of
+    one, is there twice; the file is damaged, or of another kind; pyarrow is not installed.
     """
     try:
         from pyarrow.parquet import ParquetFile
@@ -356,14 +333,12 @@ def _python_value(scalar: Any) -> Any:
 
 
 def refuse_fields_twice(fields: Iterable[Any], where: str = "") -> None:
-    """Return if all fields of a table of Arrow, and of each struct in it, have names of their own.
+    """Return if all fields of a table of Arrow, and of each struct in it, have names of their own. Raises InvalidRows:
+    names the field that is there twice.
 
     Args:
         fields: a schema, or the fields of a struct.
         where: path of the column whose fields these are.
-
-    Raises:
-        InvalidRows: names the field that is there twice.
     """
     listed = list(fields)
     refuse_twice([field.name for field in listed], where)

@@ -107,15 +107,12 @@ _ADVICE = "split long rows, or register a smaller file"
 
 
 def overview_within(limits: Limited, path: Path, first: int, count: int) -> Overview:
-    """What a file of NDJSON rows has, read in another process.
+    """What a file of NDJSON rows has, read in another process. Raises InvalidRows: a line is no object, or it takes
+    more than the limits allow; LimitReached: the machine is too busy; OSError: the file cannot be read, or there can be
+    no further process.
 
     Args:
         first: of the rows that are shown, from 0.
-
-    Raises:
-        InvalidRows: a line is no object, or it takes more than the limits allow.
-        LimitReached: the machine is too busy.
-        OSError: the file cannot be read, or there can be no further process.
     """
     return read_within(limits, _overview, path, first, count, doing="reading its rows", advice=_ADVICE)
 
@@ -249,7 +246,7 @@ def read_overview(file: BinaryIO, first: int = 0, count: int = 20) -> Overview:
         row = _parsed(line, number)
         begin, read = read, read + len(line)
         columns.update(name for name, value in row.items() if value is not None)
-        length = _length(row)
+        length = sum(map(len, _texts(row)))
         lengths.append(length)
         if length > longest:
             longest, longest_row = length, number
@@ -314,10 +311,6 @@ def _texts(value: Any) -> Iterator[str]:
             waiting += reversed(one.values())
         elif isinstance(one, list):
             waiting += reversed(one)
-
-
-def _length(row: dict[str, Any]) -> int:
-    return sum(map(len, _texts(row)))
 
 
 def _digest(row: dict[str, Any]) -> bytes:

@@ -31,16 +31,12 @@ class RowPrompt(TypedDict):
 
 
 def prompt_within(limits: Limited, path: Path, number: int, names: RowNames | None = None) -> RowPrompt:
-    """The prompt of a row of an NDJSON file, read in another process.
+    """The prompt of a row of an NDJSON file, read in another process. Raises InvalidRows: it takes more than the limits
+    allow; LimitReached: the machine is too busy; OSError: the file cannot be read, or there can be no further process.
 
     Args:
         number: of the row, from 0.
         names: of its columns and roles, where they are not those of shapes.
-
-    Raises:
-        InvalidRows: it takes more than the limits allow.
-        LimitReached: the machine is too busy.
-        OSError: the file cannot be read, or there can be no further process.
     """
     advice = "take a row nearer to the beginning, or split long rows"
     return read_within(limits, _prompt, path, number, names, doing=f"reading row {number}", advice=advice)

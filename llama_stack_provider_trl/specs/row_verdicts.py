@@ -25,11 +25,8 @@ class RowsVerdict(TypedDict):
 
 
 def check_file(path: Path, use: RowUse, data_format: DataFormat | None, names: RowNames | None = None) -> RowsVerdict:
-    """Check an NDJSON file, a row at a time. A process that serves requests calls `check_within`.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Check an NDJSON file, a row at a time. A process that serves requests calls `check_within`. Raises OSError: it
+    cannot be read."""
     # Not at the top: a process that only converts starts without it in 0.1 s of CPU time, with it in 0.27.
     from .rows import check_rows
 
@@ -51,13 +48,9 @@ def names_of(text: str) -> RowNames | None:
 def check_within(
     limits: Limited, path: Path, use: RowUse, data_format: DataFormat | None, names: RowNames | None = None
 ) -> RowsVerdict:
-    """`check_file` in another process, in 5 ms and the time of its rows.
-
-    Raises:
-        InvalidRows: a row takes more than the limits allow.
-        LimitReached: too many files are checked, or the machine is too busy.
-        OSError: the file cannot be read, or there can be no further process.
-    """
+    """`check_file` in another process, in 5 ms and the time of its rows. Raises InvalidRows: a row takes more than the
+    limits allow; LimitReached: too many files are checked, or the machine is too busy; OSError: the file cannot be
+    read, or there can be no further process."""
     advice = "split long rows, or leave out columns that are not read"
     return read_within(limits, _verdict, path, use, data_format, names, doing="checking it", advice=advice)
 

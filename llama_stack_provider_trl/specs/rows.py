@@ -662,11 +662,7 @@ class _Differences(NamedTuple):
 
 def _score_differences(row: _Row, count: int) -> _Differences | None:
     """By how much the chosen answer's score is above that of each rejected one; None: there are no scores. Scores by
-    which a rejected answer is the better one are refused.
-
-    Args:
-        count: rejected answers.
-    """
+    which a rejected answer is the better one are refused."""
     if "score_chosen" not in row.values or "score_rejected" not in row.values:
         return None
     chosen, value = row.number(row.values["score_chosen"], "score_chosen"), row.values["score_rejected"]
@@ -1101,15 +1097,12 @@ def parse_row(
     data_format: DataFormat | None = None,
     names: RowNames | None = None,
 ) -> Example:
-    """Read one row.
+    """Read one row. Raises InvalidRows: the row fits no shape, or one of its columns cannot be read.
 
     Args:
         index: the row's number, from 0, for the error message.
         data_format: which shape to read where the row fits an instruct and a dialog shape; ignored for pairs.
         names: of its columns and roles, where they are not those of shapes.
-
-    Raises:
-        InvalidRows: the row fits no shape, or one of its columns cannot be read.
     """
     return _parse(row, index, use, data_format, _Notes(names))[2]
 
@@ -1120,11 +1113,8 @@ def check_rows(
     data_format: DataFormat | None = None,
     names: RowNames | None = None,
 ) -> RowsReport:
-    """Read every row, keep none: a stream is checked in constant memory (10,000 rows take about 0.1 s).
-
-    Raises:
-        InvalidRows: at the first bad row, or if there is no row at all.
-    """
+    """Read every row, keep none: a stream is checked in constant memory (10,000 rows take about 0.1 s). Raises
+    InvalidRows: at the first bad row, or if there is no row at all."""
     notes, seen = _Notes(names), _Seen()
     for index, row in enumerate(rows):
         shape, columns, _ = _parse(row, index, use, data_format, notes)

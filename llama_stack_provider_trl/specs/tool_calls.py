@@ -43,11 +43,8 @@ _READ = frozenset((*_ARGUMENTS, *_NAMES, *_IDS, "type", "function", "index"))
 
 
 def read_tools(value: Any, where: str, refuse: Refuse) -> list[Tool]:
-    """The tools of a column: a list, one tool, or the JSON text of either.
-
-    Raises:
-        InvalidRows: something in it is no tool.
-    """
+    """The tools of a column: a list, one tool, or the JSON text of either. Raises InvalidRows: something in it is no
+    tool."""
     value = _decoded(value, where, refuse, "a list of tools, or its JSON text")
     if value in (None, "", {}):
         return []
@@ -127,11 +124,8 @@ def _type(written: Any) -> dict[str, Any]:
 
 
 def read_calls(value: Any, where: str, refuse: Refuse) -> list[ToolCall]:
-    """The calls of a turn: a list, one call, or the JSON text of either.
-
-    Raises:
-        InvalidRows: something in it is no call.
-    """
+    """The calls of a turn: a list, one call, or the JSON text of either. Raises InvalidRows: something in it is no
+    call."""
     expected = "a list of tool calls, or its JSON text"
     value = _decoded(value, where, refuse, expected)
     if value in (None, "", {}):

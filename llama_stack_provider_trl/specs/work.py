@@ -101,11 +101,7 @@ class Kind(Frozen):
         return None
 
     def answered_by(self, python: Path) -> Self:
-        """The same, whose answers vLLM computes; itself where it answers no prompts.
-
-        Args:
-            python: the interpreter that has it.
-        """
+        """The same, whose answers vLLM computes; itself where it answers no prompts."""
         return self
 
     @property
@@ -191,13 +187,10 @@ class GenerateSpec(Answering, Kind):
     """Answers the prompts of the job's dataset."""
 
     leaves_model = False
+    recipe: ClassVar[tuple[str, str]] = "answers.generate", "generate_attempt"
     kind: Literal["generate"] = "generate"
     output_dataset_id: str
     """The dataset that the answers become."""
-
-    @property
-    def recipe(self) -> tuple[str, str]:
-        return "answers.generate", "generate_attempt"
 
     @property
     def answering(self) -> Answering:
@@ -278,18 +271,12 @@ class MergeWork(Kind):
     """Merges models, or adapters, into the job's checkpoint `final`. The job's dataset has no rows."""
 
     copies = 1
+    recipe: ClassVar[tuple[str, str]] = "merge", "merge_attempt"
+    reads_rows: ClassVar[bool] = False
     kind: Literal["merge"] = "merge"
     merge: MergeSpec
     of_adapters: bool
     """Whether the inputs are adapters, and so is the result."""
-
-    @property
-    def recipe(self) -> tuple[str, str]:
-        return "merge", "merge_attempt"
-
-    @property
-    def reads_rows(self) -> bool:
-        return False
 
     @property
     def merging(self) -> MergeSpec:
@@ -306,20 +293,14 @@ class ExportWork(Kind):
 
     leaves_model = False
     copies = 2  # merged weights, and a GGUF file that is made of them
+    recipe: ClassVar[tuple[str, str]] = "exports.attempt", "export_attempt"
+    reads_rows: ClassVar[bool] = False
     kind: Literal["export"] = "export"
     export: ExportSpec
     promote_if: tuple[PromotionCondition, ...] = ()
     """What evaluations must have found before anything is written."""
     gates: tuple[CheckedCondition, ...] = ()
     """Of an attempt: these conditions, which hold, with what was found."""
-
-    @property
-    def recipe(self) -> tuple[str, str]:
-        return "exports.attempt", "export_attempt"
-
-    @property
-    def reads_rows(self) -> bool:
-        return False
 
     @property
     def conditions(self) -> tuple[PromotionCondition, ...]:

@@ -160,10 +160,8 @@ async def read_rows(deps: Mapping[Any, Any], dataset_id: str) -> list[dict[str, 
 
     Rows that were registered as rows are used unchanged: localfs would build a data frame of them, which costs the
     first call 0.4 s for pandas and turns whole numbers with gaps into fractions. Others are read in one call, since
-    localfs rebuilds the whole data frame for each.
-
-    Raises:
-        InvalidRequest: Llama Stack knows no such dataset, or cannot read it.
+    localfs rebuilds the whole data frame for each. Raises InvalidRequest: Llama Stack knows no such dataset, or cannot
+    read it.
     """
     field = "training_config.data_config.dataset_id"
     if not _DATASETS:

@@ -43,11 +43,8 @@ except ImportError:
 
 
 def request_context(headers: Mapping[str, str], scope: Any) -> AbstractContextManager[None]:
-    """Make OGX accept Llama Stack's header too, where its own is not sent: a script works with both servers.
-
-    Raises:
-        InvalidRequest: the header is not a JSON object; the server would continue without it.
-    """
+    """Make OGX accept Llama Stack's header too, where its own is not sent: a script works with both servers. Raises
+    InvalidRequest: the header is not a JSON object; the server would continue without it."""
     known = ("X-LlamaStack-Provider-Data",) if _ogx is None else ("X-OGX-Provider-Data", "X-LlamaStack-Provider-Data")
     name = next((name for name in known if headers.get(name)), None)
     if name is None:

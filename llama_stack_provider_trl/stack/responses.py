@@ -126,19 +126,13 @@ def _effective(job: JobRecord) -> dict[str, Any]:
 
 
 def checkpoint_response(job: JobRecord, checkpoint: CheckpointRecord) -> Checkpoint:
-    metrics = PostTrainingMetric(
-        epoch=checkpoint.epoch,
-        train_loss=checkpoint.train_loss,
-        validation_loss=checkpoint.validation_loss,
-        perplexity=checkpoint.perplexity,
-    )
     return Checkpoint(
         identifier=_identifier(job, checkpoint),
         created_at=checkpoint.created_at,
         epoch=checkpoint.epoch,
         post_training_job_id=job.job_uuid,
         path=str(checkpoint.path),
-        training_metrics=metrics,
+        training_metrics=PostTrainingMetric.model_validate(checkpoint, from_attributes=True),
     )
 
 

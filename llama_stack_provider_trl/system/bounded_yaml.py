@@ -43,10 +43,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 def check_files(paths: Iterable[Path]) -> None:
     """Return if all files, and those that they name as `include`, can be read without harm. Those that do not exist,
     may not be read or are no YAML, directories, and links to themselves are left to whatever reads them: it fails.
-
-    Raises:
-        ValueError: names the file, and what it would do.
-    """
+    Raises ValueError: names the file, and what it would do."""
     waiting, checked = list(paths), set[Path]()
     while waiting:
         path = waiting.pop()
@@ -105,13 +102,10 @@ def check_levels(content: bytes) -> None:
 
 
 def values_of(node: yaml.Node, counted: dict[int, int]) -> int:
-    """How many values a node stands for.
+    """How many values a node stands for. Raises ValueError: it contains itself.
 
     Args:
         counted: those of nodes that were counted before.
-
-    Raises:
-        ValueError: it contains itself.
     """
     if not isinstance(node, yaml.CollectionNode):
         return 1

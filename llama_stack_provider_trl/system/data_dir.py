@@ -203,12 +203,8 @@ class DataDir:
 
     def prepare(self) -> list[Path]:
         """Set aside what is no file or directory as it should be, so that it stops no start; returns the new names.
-
-        Raises:
-            StoreError: a link to something that cannot be made again leads nowhere, or one leads out of reach of
-                `is_ours`.
-            OSError: it cannot be renamed.
-        """
+        Raises StoreError: a link to something that cannot be made again leads nowhere, or one leads out of reach of
+        `is_ours`; OSError: it cannot be renamed."""
         if (why := self.why_not()) is not None:
             raise StoreError(why)
         return _set_aside_odd(self.root, OWN)
@@ -279,23 +275,18 @@ def settle(path: Path, kind: Literal["file", "directory"]) -> Path | None:
 
 
 def expect_directory(directory: Path) -> None:
-    """Check that a directory of ours is there: what is not found in one that is away for a moment, is not gone.
-
-    Raises:
-        StoreError: it is not.
-    """
+    """Check that a directory of ours is there: what is not found in one that is away for a moment, is not gone. Raises
+    StoreError: it is not."""
     if not directory.is_dir():
         raise StoreError(f"{directory} is not there, and what it holds is not known: mount its disk, or put it back")
 
 
 def read_own[Value](path: Path, parse: Callable[[bytes], Value]) -> Value | None:
     """What `parse` makes of a small file of our own; None: there is none, or it was damaged and is set aside now.
+    Raises OSError: it cannot be read at the moment.
 
     Args:
         parse: raises ValueError, KeyError, TypeError or AttributeError where the content is no such file's.
-
-    Raises:
-        OSError: it cannot be read at the moment.
     """
     if settle(path, "file") is not None:
         return None

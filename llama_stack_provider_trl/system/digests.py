@@ -33,14 +33,8 @@ class KeptDigests:
         self._closed = False
 
     def of(self, file: BinaryIO, note: Callable[[int], None] = lambda size: None) -> str:
-        """sha256 of an open file.
-
-        Args:
-            note: receives the number of bytes of each part that was read; all of them where the digest is known.
-
-        Raises:
-            OSError: it cannot be read, or `close` was called.
-        """
+        """sha256 of an open file. Raises OSError: it cannot be read, or `close` was called. `note` receives the number
+        of bytes of each part that was read; all of them where the digest is known."""
         status = os.fstat(file.fileno())
         # The time of a change of the inode too: unlike the time of its content, no program can set it.
         key = f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"

@@ -79,13 +79,9 @@ class Blob(NamedTuple):
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file for reading whose name a training controls: no symbolic link is followed, no FIFO awaited.
-
-    Raises:
-        FileNotFoundError: nothing has the name.
-        NotAFile: it is a symbolic link, a directory, a FIFO, a device or a socket.
-        OSError: it cannot be opened.
-    """
+    """Open a file for reading whose name a training controls: no symbolic link is followed, no FIFO awaited. Raises
+    FileNotFoundError: nothing has the name; NotAFile: it is a symbolic link, a directory, a FIFO, a device or a socket;
+    OSError: it cannot be opened."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
         file = os.open(path, flags)
@@ -110,11 +106,8 @@ def open_in(directory: Path, relative: str | Path) -> BufferedReader:
 
 
 def read_regular(path: Path, limit: int = _SMALL) -> bytes:
-    """The content of a small file, opened as by `open_regular`.
-
-    Raises:
-        OSError: those of `open_regular`. EFBIG: it has more than `limit` bytes.
-    """
+    """The content of a small file, opened as by `open_regular`. Raises OSError: those of `open_regular`. EFBIG: it has
+    more than `limit` bytes."""
     with open_regular(path) as file:
         data = file.read(limit + 1)
     if len(data) > limit:
@@ -131,11 +124,8 @@ def is_regular(path: Path) -> bool:
 
 
 def private_directory(directory: Path) -> None:
-    """Create a directory that no other user can enter; an existing one of ours becomes private.
-
-    Raises:
-        OSError: it cannot be created.
-    """
+    """Create a directory that no other user can enter; an existing one of ours becomes private. Raises OSError: it
+    cannot be created."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = stat.S_IMODE(directory.stat().st_mode)
     if not found & 0o077:
@@ -171,15 +161,12 @@ def put_rows(
 def put_lines(
     directory: Path, lines: Iterable[bytes], check: Check | None = None, storing: Storing = lambda digest: None
 ) -> Blob:
-    """Store rows that are lines of JSON already, like `put_rows`.
+    """Store rows that are lines of JSON already, like `put_rows`. Raises OSError: the directory cannot be written.
 
     Args:
         lines: whole ones, or any pieces of them: a file that a node has sent may have a line without an end.
         check: is called with the file before it is stored, and raises if it is not to be.
         storing: is called with their digest before they are stored, or found stored.
-
-    Raises:
-        OSError: the directory cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     fd, name = tempfile.mkstemp(dir=directory, prefix=".rows-")
@@ -258,14 +245,12 @@ def is_whole(directory: Path) -> bool:
 
 
 def damage(directory: Path, of: Collection[str] | None = None) -> str | None:
-    """The first fault of a directory that has a manifest, as a sentence; None: it has none.
+    """The first fault of a directory that has a manifest, as a sentence; None: it has none. Raises OSError: this
+    process has no descriptor or no memory left for the check.
 
     Args:
         of: read these files, and compare their digests; None: all. A manifest without digests is compared by
             its sizes.
-
-    Raises:
-        OSError: this process has no descriptor or no memory left for the check.
     """
     try:
         manifest = json.loads(read_regular(directory / MANIFEST))
@@ -316,11 +301,8 @@ def point_latest(directory: Path, name: str) -> None:
 
 
 def put_in_place(staging: Path, target: Path, check: Callable[[], None] = lambda: None) -> None:
-    """Make a complete directory visible under its name, in one step; an existing one of the name is replaced.
-
-    Args:
-        check: called when all files are on the disk, as late as possible; where it raises, nothing becomes visible.
-    """
+    """Make a complete directory visible under its name, in one step; an existing one of the name is replaced. `check`
+    is called when all files are on the disk, as late as possible; where it raises, nothing becomes visible."""
     fsync_tree(staging)
     check()
     old = target.with_name(f"{target.name}.old")
@@ -431,11 +413,8 @@ def set_aside(path: Path) -> Path | None:
 
 
 def resolve_under(root: Path, relative: str | Path, field: str = "path") -> Path:
-    """The path `root / relative` without symlinks, which lies under `root`.
-
-    Raises:
-        InvalidRequest: `relative` is absolute, has a `..`, or leads out of `root` through a symlink; names `field`.
-    """
+    """The path `root / relative` without symlinks, which lies under `root`. Raises InvalidRequest: `relative` is
+    absolute, has a `..`, or leads out of `root` through a symlink; names `field`."""
     text = str(relative)
     if "\0" in text or Path(text).is_absolute() or ".." in Path(text).parts:
         raise InvalidRequest(field, text, "send a relative path without '..'.")

@@ -119,11 +119,7 @@ class ForkedProgram:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit status, once it has ended.
-
-        Raises:
-            subprocess.TimeoutExpired: it runs after `timeout` seconds.
-        """
+        """The exit status, once it has ended. Raises subprocess.TimeoutExpired: it runs after `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while (status := self.poll()) is None:
             if deadline is not None and time.monotonic() > deadline:

@@ -21,13 +21,11 @@ if importlib.util.find_spec(sys.argv[1]) is not None:
 
 
 def version_for(python: Path | None, module: str) -> str | None:
-    """The version of the package that has a top-level module, of the same name; None: it is not installed there.
+    """The version of the package that has a top-level module, of the same name; None: it is not installed there. Raises
+    OSError: the interpreter cannot be started, or takes too long.
 
     Args:
         python: None: the interpreter of this process.
-
-    Raises:
-        OSError: the interpreter cannot be started, or takes too long.
     """
     if python is None or str(python) == sys.executable:
         try:

@@ -30,11 +30,8 @@ STAND_INS = frozenset({"binary", "date", "decimal", "duration", "number", "time"
 
 
 def encoded(row: dict[str, Any], number: int) -> bytes:
-    """A row as a line of JSON. A column that is NaN is left out.
-
-    Raises:
-        InvalidRows: it is not an object, contains itself, or is nested too deeply; names the row.
-    """
+    """A row as a line of JSON. A column that is NaN is left out. Raises InvalidRows: it is not an object, contains
+    itself, or is nested too deeply; names the row."""
     if not isinstance(row, dict):
         raise InvalidRows(f"found {type(row).__name__}, expected an object with named columns", row=number)
     present = row

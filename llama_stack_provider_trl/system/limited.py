@@ -48,11 +48,7 @@ _TOO_BUSY = "the machine is too busy, or short of memory, to check this: send it
 
 
 class LimitExceeded(Exception):
-    """Raised when a function has reached a limit, or its process crashed.
-
-    Args:
-        found: what it yielded before.
-    """
+    """Raised when a function has reached a limit, or its process crashed."""
 
     def __init__(self, found: list[Any]) -> None:
         self.found = found
@@ -163,12 +159,8 @@ class Limited:
 
 
 def _exchange(order: bytes, request: bytes, deadline: float) -> tuple[list[bytes], bool]:
-    """The lines that answer a call, and whether it was ended at its deadline.
-
-    Raises:
-        _NoAnswerError: the server has not taken the order.
-        OSError: no server can be started.
-    """
+    """The lines that answer a call, and whether it was ended at its deadline. Raises _NoAnswerError: the server has not
+    taken the order; OSError: no server can be started."""
     here, there = socket.socketpair()
     with here:
         with there:

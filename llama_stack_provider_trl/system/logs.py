@@ -159,16 +159,12 @@ class Unsent(logging.Handler):
 def start_logging(
     path: Path | None, level: LogLevel = "info", secrets: Collection[str] = (), unsent: Unsent | None = None
 ) -> None:
-    """Log to standard error, and to the file `path` and its predecessors `path.1` to `path.5`.
+    """Log to standard error, and to the file `path` and its predecessors `path.1` to `path.5`. Raises OSError: the file
+    cannot be created.
 
     Args:
         path: None: no file.
         level: the lowest level that is logged.
-        secrets: see `RedactingFormatter`.
-        unsent: receives each entry, too.
-
-    Raises:
-        OSError: the file cannot be created.
     """
     handlers: list[logging.Handler] = [logging.StreamHandler()]
     if path is not None:

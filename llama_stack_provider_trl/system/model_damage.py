@@ -126,11 +126,7 @@ def is_blank(content: bytes) -> bool:
 
 
 def files_in_index(content: bytes) -> list[str]:
-    """The files that an index of weights names, sorted.
-
-    Raises:
-        ValueError: it is no index.
-    """
+    """The files that an index of weights names, sorted. Raises ValueError: it is no index."""
     try:
         return sorted({str(name) for name in json.loads(content)["weight_map"].values()})
     except (KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -290,7 +290,6 @@ class CostlyWork:
         per_caller: of one caller.
         queue: requests of one caller that may have such work at once; a user behind it may have half as many.
         cpu_seconds: that one caller may use per minute in `system.limited`; None: any number.
-        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -409,11 +408,8 @@ def storing() -> Iterator[None]:
 
 
 async def in_work_thread[Result](function: Callable[..., Result], *args: Any) -> Result:
-    """The result of a costly function that the current request has ordered.
-
-    Raises:
-        LimitReached: the caller has too many requests with costly work, or has used its CPU time.
-    """
+    """The result of a costly function that the current request has ordered. Raises LimitReached: the caller has too
+    many requests with costly work, or has used its CPU time."""
     order = _order.get()
     if order is None:  # no server: a test, or a program
         return await asyncio.to_thread(function, *args)
@@ -470,11 +466,8 @@ def _user() -> str:
 
 
 def charged_account() -> Account | None:
-    """The budget of which a limited call takes its CPU time; None: no request has ordered it.
-
-    Raises:
-        RuntimeError: a request has ordered it in a thread that others need.
-    """
+    """The budget of which a limited call takes its CPU time; None: no request has ordered it. Raises RuntimeError: a
+    request has ordered it in a thread that others need."""
     budget = _charged.get()
     if budget is None and _order.get() is not None:
         raise RuntimeError("a request orders a limited call in a thread that other requests need: use in_work_thread")

@@ -25,13 +25,9 @@ class UnsafePath(OSError):
 
 
 def own_directory(path: Path, *, create: bool = True) -> None:
-    """Check that a directory is this user's alone to change, and create what is missing of its path (mode 0700).
-
-    Raises:
-        UnsafePath: another user could change it, or something else has its name.
-        FileNotFoundError: it is missing, and `create` is false.
-        OSError: it cannot be created.
-    """
+    """Check that a directory is this user's alone to change, and create what is missing of its path (mode 0700). Raises
+    UnsafePath: another user could change it, or something else has its name; FileNotFoundError: it is missing, and
+    `create` is false; OSError: it cannot be created."""
     left = list(reversed(path.absolute().parts[1:]))
     opened, links = [_root()], 0
     names: list[str] = []

@@ -86,12 +86,8 @@ class Ownership:
         return owner is not None or DataDir(self._data_dir).is_result(checkpoint_dir.resolve())
 
     def claim(self, checkpoint_dir: Path, job_uuid: str) -> None:
-        """Record that the directory is ours, before a job writes into it. May be repeated.
-
-        Raises:
-            JobConflict: as `check`.
-            OSError: the record cannot be written.
-        """
+        """Record that the directory is ours, before a job writes into it. May be repeated. Raises JobConflict: as
+        `check`; OSError: the record cannot be written."""
         self.check(checkpoint_dir)
         owner = Owner(_identity(self._data_dir, make=True), self._data_dir, job_uuid)
         checkpoint_dir.parent.mkdir(parents=True, exist_ok=True)

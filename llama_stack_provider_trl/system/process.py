@@ -394,11 +394,8 @@ class FileLock:
         return self._fd is not None
 
     def acquire(self, holder: str) -> bool:
-        """Take the lock if it is free, without waiting; `holder` is the text for other processes.
-
-        Raises:
-            OSError: the file cannot be opened. ELOOP: it is a symbolic link, whose target would be overwritten.
-        """
+        """Take the lock if it is free, without waiting; `holder` is the text for other processes. Raises OSError: the
+        file cannot be opened. ELOOP: it is a symbolic link, whose target would be overwritten."""
         assert self._fd is None, f"{self.path} is already held by this object"
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:

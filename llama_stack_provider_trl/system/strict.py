@@ -97,11 +97,8 @@ def can_be_strict() -> bool:
 
 
 def only_compute() -> None:
-    """Refuse all other calls of this process from now on, with EPERM. There is no way back.
-
-    Raises:
-        OSError: the machine has no such filters.
-    """
+    """Refuse all other calls of this process from now on, with EPERM. There is no way back. Raises OSError: the machine
+    has no such filters."""
     if not can_be_strict():
         raise OSError(errno.ENOSYS, f"{sys.platform} on {platform.machine()} has no filter of system calls here")
     code = _program(_ARCHITECTURES[platform.machine()])

@@ -38,11 +38,8 @@ def json_digest(value: Any) -> str:
 
 
 def decoded(data: bytes) -> str:
-    """UTF-8 as text, without its byte order mark.
-
-    Raises:
-        ValueError: it is another encoding, which is named where its beginning shows it.
-    """
+    """UTF-8 as text, without its byte order mark. Raises ValueError: it is another encoding, which is named where its
+    beginning shows it."""
     refuse_encoding(data)
     try:
         return data.removeprefix(_BOM).decode()

@@ -15,12 +15,8 @@ _OPEN_TO_OTHERS = stat.S_IRWXO | stat.S_IWGRP
 
 
 def read_token(file: str) -> str:
-    """The token in `file`, without white space around it.
-
-    Raises:
-        ValueError: it is missing, no regular file, empty or too long, holds several lines, or other users can read or
-            change it.
-    """
+    """The token in `file`, without white space around it. Raises ValueError: it is missing, no regular file, empty or
+    too long, holds several lines, or other users can read or change it."""
     path = Path(file).expanduser()
     try:
         # Without O_NONBLOCK, a named pipe would be waited for.
@@ -52,11 +48,8 @@ def read_token(file: str) -> str:
 
 
 def checked_token(token: str | None) -> str | None:
-    """A token without surrounding white space (a file's last line ends with a newline); None: there is none.
-
-    Raises:
-        ValueError: no HTTP header can carry it.
-    """
+    """A token without surrounding white space (a file's last line ends with a newline); None: there is none. Raises
+    ValueError: no HTTP header can carry it."""
     found = (token or "").strip()
     if not found.isprintable():
         raise ValueError("the token has a character that cannot be printed, such as a newline: set it as one line")

@@ -10,11 +10,7 @@ _JITTER = 1.0
 
 
 class WallClock:
-    """Compares the wall clock with one that only runs forward.
-
-    Args:
-        clock: seconds since the epoch.
-    """
+    """Compares the wall clock with one that only runs forward."""
 
     def __init__(self, clock: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._monotonic = clock, monotonic

@@ -156,11 +156,8 @@ async def print_advice(client: ServiceClient, options: Namespace) -> int:
 
 
 async def _measured(client: ServiceClient, job_uuid: str) -> _Measured:
-    """The rules of a job, its steps as they are on one node, and its link.
-
-    Raises:
-        InvalidRequest: it has not trained.
-    """
+    """The rules of a job, its steps as they are on one node, and its link. Raises InvalidRequest: it has not
+    trained."""
     found = (await client.status(job_uuid)).get("resources_allocated") or {}
     config, progress = found.get("effective_config") or {}, found.get("progress") or {}
     recipe = config.get("recipe") or {}
@@ -205,11 +202,8 @@ def _median_step(points: Sequence[PlotPoint]) -> float | None:
 
 
 def parameters_of(model: str) -> int:
-    """Parameters of a model: a number such as 100M, a directory, or an id in this machine's cache.
-
-    Raises:
-        InvalidRequest: there is no such model here, or it is not in safetensors.
-    """
+    """Parameters of a model: a number such as 100M, a directory, or an id in this machine's cache. Raises
+    InvalidRequest: there is no such model here, or it is not in safetensors."""
     number = parameter_count(model)
     if number is not None:
         return number

@@ -39,11 +39,8 @@ class Talk:
     """Why the last answer ended: stop, or length."""
 
     async def ask(self, text: str) -> AsyncIterator[str]:
-        """The parts of the answer to the next turn. A turn without a whole answer is forgotten.
-
-        Raises:
-            ServiceRefusal, ServiceUnreachable.
-        """
+        """The parts of the answer to the next turn. A turn without a whole answer is forgotten. Raises ServiceRefusal,
+        ServiceUnreachable."""
         turns, found = [*self.turns, {"role": "user", "content": text}], ""
         body = {"model": self.model, "messages": turns, "stream": True, **self.sampling}
         async with aclosing(self.client.stream_answer(CHAT, body)) as events:

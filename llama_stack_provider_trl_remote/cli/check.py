@@ -45,12 +45,8 @@ _OF_ROWS = (Reason.invalid_dataset, Reason.invalid_model)
 
 
 def check(options: Namespace) -> int:
-    """Check the rows of a file.
-
-    Returns:
-        0: every row trains, and every trained turn is as at inference. 1: not so, with a sentence on standard error.
-        2: that is not known, since the file, the model or an option cannot be used.
-    """
+    """Check the rows of a file. Returns 0: every row trains, and every trained turn is as at inference. 1: not so, with
+    a sentence on standard error. 2: that is not known, since the file, the model or an option cannot be used."""
     try:
         check_interpreter(None)
         with tempfile.TemporaryDirectory(prefix="trl-check-") as directory:
@@ -66,11 +62,8 @@ def check(options: Namespace) -> int:
 
 
 def _checked(options: Namespace, directory: Path) -> dict[str, Any]:
-    """What is known of the rows: `refused`, a sentence, or the counts of all of them.
-
-    Raises:
-        TrlError, OSError: they cannot be checked.
-    """
+    """What is known of the rows: `refused`, a sentence, or the counts of all of them. Raises TrlError, OSError: they
+    cannot be checked."""
     found: dict[str, Any] = {"model": options.model, "method": options.method, "refused": None}
     found |= {"max_seq_length": None, "data": None, "inference": None, "warnings": []}
     try:
@@ -95,13 +88,8 @@ def _checked(options: Namespace, directory: Path) -> dict[str, Any]:
 
 
 def _stored(file: Path, directory: Path) -> DatasetRef:
-    """The rows of a file as jobs read them.
-
-    Raises:
-        InvalidRequest: the file is of a kind that is not read.
-        InvalidRows: its content is none of that kind.
-        OSError: it cannot be read.
-    """
+    """The rows of a file as jobs read them. Raises InvalidRequest: the file is of a kind that is not read; InvalidRows:
+    its content is none of that kind; OSError: it cannot be read."""
     if file.suffix.lower() == ".parquet":
         with open(file, "rb") as source:
             words = ["convert", str(file), str(directory), *_READER_LIMITS, str(source.fileno())]
@@ -124,11 +112,7 @@ def _stored(file: Path, directory: Path) -> DatasetRef:
 
 
 def _spec(options: Namespace, method: str, rows: DatasetRef, directory: Path) -> JobSpec:
-    """A job that would train on these rows.
-
-    Raises:
-        InvalidRequest: an option or the model cannot be used.
-    """
+    """A job that would train on these rows. Raises InvalidRequest: an option or the model cannot be used."""
     path = Path(options.model).expanduser()
     body = job_body(options, method, "rows", str(path.resolve()) if path.is_dir() else options.model)
     given = {**body.pop("provider_options"), "device": "cpu", "preflight": "off"}

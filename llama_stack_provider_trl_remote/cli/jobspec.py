@@ -97,11 +97,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def print_job(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Write the job to standard output.
-
-    Raises:
-        InvalidRequest: an option is missing or cannot be right.
-    """
+    """Write the job to standard output. Raises InvalidRequest: an option is missing or cannot be right."""
     _check(options)
     words = ["train", options.dataset, "--model", options.model, "--pull", options.output]
     words += ["--job", options.name, *(["--nodes", str(options.nodes)] if options.nodes > 1 else [])]
@@ -172,10 +168,8 @@ _TAKEN = frozenset(PurePosixPath("/", name) for name in (*_OF_THE_IMAGE, "usr", 
 def _mounted(options: argparse.Namespace) -> dict[PurePosixPath, bool]:
     """Directories that a container needs from outside, each with whether it is only read.
 
-    None of them is inside another one. A volume claim is mounted once, where all of them are.
-
-    Raises:
-        InvalidRequest: a path is below a directory of the image, or in the root of the file system.
+    None of them is inside another one. A volume claim is mounted once, where all of them are. Raises InvalidRequest: a
+    path is below a directory of the image, or in the root of the file system.
     """
     paths = {"--dataset": options.dataset, "--output": options.output}
     if PurePosixPath(options.model).is_absolute():

@@ -90,10 +90,7 @@ def proposed_lines(found: Search, url: str, token_file: str, certificate: str | 
     """What to run on each machine, that of the service first, which has no command; machines with an agent neither.
 
     The service is the one at `url`, or where that is an address of this machine only, the only one that was found. No
-    text from the network is part of a command.
-
-    Raises:
-        InvalidRequest: there is no such service, or there are several.
+    text from the network is part of a command. Raises InvalidRequest: there is no such service, or there are several.
     """
     url = _service_url(found, url)
     host = urlsplit(url).hostname or ""
@@ -204,11 +201,8 @@ SCRIPT = "./scripts/run-remote-fsdp-server.sh"
 
 
 def worker_lines(url: str, nodes: int, token_file: str, certificate: str | None = None) -> list[str]:
-    """The commands of the machines 1 to `nodes - 1`; machine 0 runs the service at `url`.
-
-    Raises:
-        InvalidRequest: there are no machines, or more than one and others cannot reach the service at `url`.
-    """
+    """The commands of the machines 1 to `nodes - 1`; machine 0 runs the service at `url`. Raises InvalidRequest: there
+    are no machines, or more than one and others cannot reach the service at `url`."""
     if not 0 < nodes <= MOST_NODES:
         raise InvalidRequest("--nodes", nodes, f"name 1 to {MOST_NODES} machines.")
     if nodes > 1 and is_this_machine_only(urlsplit(url).hostname or ""):

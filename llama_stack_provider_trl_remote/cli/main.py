@@ -179,7 +179,7 @@ def _run(options: argparse.Namespace) -> int:
     if is_agent:
         token_file = options.token_file or os.environ.get("TRL_SERVICE_NODE_TOKEN_FILE")
         if token_file:
-            from ..nodes.token_file import read_token
+            from ..nodes.identity import read_token
 
             tokens["TRL_SERVICE_NODE_TOKEN"] = read_token(token_file)
         return _agent(url, options, {**os.environ, **tokens})

@@ -75,12 +75,7 @@ def refuse_without_evaluation(method: str) -> None:
 
 
 def own_evaluation(method: str, model: str, dataset_id: str) -> dict[str, Any]:
-    """The provider option `evaluate` of a training whose result is to be promoted.
-
-    Args:
-        method: sft or dpo.
-        model: which is trained.
-    """
+    """The provider option `evaluate` of a training whose result is to be promoted."""
     return {"dataset_id": dataset_id} | ({"algorithm": "dpo", "reference_model": model} if method == "dpo" else {})
 
 
@@ -92,15 +87,12 @@ def of_job(given: list[dict[str, Any]], job_uuid: str) -> list[dict[str, Any]]:
 
 
 async def check_promotion(client: ServiceClient, model: str, given: list[dict[str, Any]]) -> None:
-    """Return if conditions on a model of the service hold.
+    """Return if conditions on a model of the service hold. Raises NotPromoted: a sentence about each condition that
+    does not hold; InvalidRequest: a condition says nothing about the model; ServiceRefusal, ServiceUnreachable: there
+    is no such job.
 
     Args:
         model: as the service lists it, such as `ft:JOB`.
-
-    Raises:
-        NotPromoted: a sentence about each condition that does not hold.
-        InvalidRequest: a condition says nothing about the model.
-        ServiceRefusal, ServiceUnreachable: there is no such job.
     """
     from llama_stack_provider_trl.requests.promotion import Evaluation, Model, checked, refuse_unusable, unmet
     from llama_stack_provider_trl.specs.promotion import PromotionCondition

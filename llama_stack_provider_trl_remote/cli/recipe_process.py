@@ -18,14 +18,11 @@ from .waiting import waiting
 
 
 def run_recipe(module: str, spec: str, what: str) -> dict[str, Any]:
-    """Run `python -m module SPEC RESULT`; returns its result.
+    """Run `python -m module SPEC RESULT`; returns its result. Raises JobFailure: the recipe reports a failure, or ended
+    without a result.
 
     Args:
-        spec: the content of SPEC.
         what: the recipe in a message, such as `evaluation`.
-
-    Raises:
-        JobFailure: the recipe reports a failure, or ended without a result.
     """
     with tempfile.TemporaryDirectory(prefix=f"trl-{what}-") as directory:
         given, result, log = (Path(directory, name) for name in ("spec.json", "result.json", "log"))

@@ -60,10 +60,7 @@ async def with_the_name_meant(
     command: Callable[[ServiceClient, Namespace], Coroutine[Any, Any, int]], client: ServiceClient, options: Namespace
 ) -> int:
     """Run a command. Where the service does not know a name of its words, the error names the one that is most like it.
-
-    Raises:
-        What the command raises.
-    """
+    Raises What the command raises."""
     try:
         return await command(client, options)
     except (ServiceRefusal, JobNotFound) as error:

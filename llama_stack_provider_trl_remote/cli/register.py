@@ -21,11 +21,8 @@ URL, TOKEN = "LLAMA_STACK_CLIENT_BASE_URL", "LLAMA_STACK_CLIENT_API_KEY"
 
 
 def stack_at(given: str | None) -> LlamaStack:
-    """The Llama Stack of an option or, where it is empty, of the environment.
-
-    Raises:
-        InvalidRequest: it is no address, or the token cannot be sent.
-    """
+    """The Llama Stack of an option or, where it is empty, of the environment. Raises InvalidRequest: it is no address,
+    or the token cannot be sent."""
     try:
         url = checked_url(given or os.environ.get(URL) or DEFAULT_URL, "Llama Stack", DEFAULT_URL, TOKEN)
         return LlamaStack(url, checked_token(os.environ.get(TOKEN)))
@@ -48,11 +45,8 @@ async def show_registered(
     provider: str | None,
     show: Callable[[dict[str, Any]], None] | None,
 ) -> None:
-    """Register a model of the service, and print its name in Llama Stack.
-
-    Args:
-        show: prints it as an object; None: a sentence is printed.
-    """
+    """Register a model of the service, and print its name in Llama Stack. `show` prints it as an object; None: a
+    sentence is printed."""
     found = await stack.register(model, client, provider)
     if show is not None:
         show({"model": found.model, "url": stack.url, "listed": found.is_listed})

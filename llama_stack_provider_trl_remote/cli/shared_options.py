@@ -81,11 +81,8 @@ def as_trained(command: argparse.ArgumentParser) -> None:
 
 
 def trained_as(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fields of `data_config`, and provider options, that the options of `as_trained` ask for.
-
-    Raises:
-        InvalidRequest: a file cannot be read.
-    """
+    """Fields of `data_config`, and provider options, that the options of `as_trained` ask for. Raises InvalidRequest: a
+    file cannot be read."""
     data = {"data_format": options.data_format, "train_on_input": options.train_on_input or None}
     names = ("max_seq_length", "truncation_side", "train_on", "reasoning", "system_prompt")
     roles: dict[str, list[str]] = {}

@@ -138,11 +138,7 @@ def torchrun_lines(attempt: AttemptSpec, addresses: Sequence[str], port: int, py
 
 
 def _checked(options: Namespace) -> list[str]:
-    """The addresses of the machines.
-
-    Raises:
-        InvalidRequest: an option is missing, has no effect, or cannot be right.
-    """
+    """The addresses of the machines. Raises InvalidRequest: an option is missing, has no effect, or cannot be right."""
     given = {"--discover": options.discover, "--nodes": options.nodes, "--certificate": options.certificate}
     for name, value in given.items():
         if value:

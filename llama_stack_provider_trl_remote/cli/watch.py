@@ -32,13 +32,11 @@ async def watch(
     as_json: bool = False,
     output: TextIO | None = None,
 ) -> list[dict[str, Any]]:
-    """Show jobs until all have ended: on a terminal a line each that changes, elsewhere a line per change.
+    """Show jobs until all have ended: on a terminal a line each that changes, elsewhere a line per change. Returns the
+    last status of each job.
 
     Args:
         as_json: as `watch_changes`.
-
-    Returns:
-        The last status of each job.
     """
     if as_json:
         return await watch_changes(client, job_uuids, interval, output=output)
@@ -62,16 +60,11 @@ async def watch_changes(
     after: str | None = None,
     output: TextIO | None = None,
 ) -> list[dict[str, Any]]:
-    """Print what changes in jobs until all have ended, an object on a line each: `job_uuid`, `id` and `event`.
+    """Print what changes in jobs until all have ended, an object on a line each: `job_uuid`, `id` and `event`. Raises
+    InvalidRequest: the id is of a watch of other jobs. Returns the last status of each job.
 
     Args:
         after: the id of a line of such a watch: what came before it is not printed again.
-
-    Returns:
-        The last status of each job.
-
-    Raises:
-        InvalidRequest: the id is of a watch of other jobs.
     """
     names = list(dict.fromkeys(job_uuids))
     cursors = _cursors(names, after)

@@ -83,11 +83,8 @@ class _Route(APIRoute):
 
 
 async def _refuse_others(request: Request, fields: set[str]) -> None:
-    """Refuse unknown fields: FastAPI drops them, and a misspelt field would have no effect.
-
-    Raises:
-        InvalidRequest: naming the first.
-    """
+    """Refuse unknown fields: FastAPI drops them, and a misspelt field would have no effect. Raises InvalidRequest:
+    naming the first."""
     try:
         body = await request.json()
     except (ValueError, RecursionError):

@@ -67,8 +67,6 @@ class NodeClient(ServiceClient):
 
     Args:
         token: sent until `authenticate` is called.
-        name: the node's.
-        pace: limits uploads.
         downloads: limits downloads; None: nothing does.
     """
 
@@ -140,11 +138,8 @@ class NodeClient(ServiceClient):
         return CheckpointAnswer.model_validate(await self._json("POST", path, report.model_dump(mode="json"), limit))
 
     async def upload(self, task_id: str, checkpoint: str, name: str, sha256: str, file: Path) -> None:
-        """Send the rest of a checkpoint's file, until the service has the whole file.
-
-        Raises:
-            Behind: the service has more bytes than the file, or refuses a part that begins at the offset it gave.
-        """
+        """Send the rest of a checkpoint's file, until the service has the whole file. Raises Behind: the service has
+        more bytes than the file, or refuses a part that begins at the offset it gave."""
         path = f"{self._task(task_id)}/checkpoints/{quote(checkpoint)}/files/{quote(name)}"
         # Opened below the checkpoint, since its training may create symbolic links there.
         parts = len(Path(name).parts)

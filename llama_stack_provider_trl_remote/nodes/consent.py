@@ -28,16 +28,12 @@ class NoConsent(TrlError):
 
 
 def check_consent(order: TaskOrder, trusted: Sequence[str], cpus: int, *, python_graders: bool = False) -> None:
-    """Check an order before anything of it is followed.
+    """Check an order before anything of it is followed. Raises NoConsent: states what is missing; InvalidRequest: as
+    `attempt_of`.
 
     Args:
         trusted: models whose own code may run here, as `JobSettings.trust_remote_code` has them.
-        cpus: of this machine.
         python_graders: whether the source of graders may run here, as `JobSettings.python_graders` has it.
-
-    Raises:
-        NoConsent: states what is missing.
-        InvalidRequest: as `attempt_of`.
     """
     attempt = attempt_of(order)
     for _, named in parts_of(attempt, ModelName) if attempt else ():

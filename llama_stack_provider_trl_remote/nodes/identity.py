@@ -27,6 +27,7 @@ from llama_stack_provider_trl.launch.gpus import gpu_of, is_slice
 from llama_stack_provider_trl.launch.torchrun import configured_threads
 from llama_stack_provider_trl.specs.names import problem_of_name
 from llama_stack_provider_trl.specs.schema import schema_digest
+from llama_stack_provider_trl.system import token_file
 from llama_stack_provider_trl.system.data_dir import NodeDir, read_own
 from llama_stack_provider_trl.system.files import atomic_write, atomic_write_json, free_bytes
 from llama_stack_provider_trl.system.hub_cache import cached_models
@@ -54,6 +55,15 @@ _PROBE = (
 
 class NodeError(TrlError, ValueError):
     """Raised when this machine cannot be a node; names the remedy."""
+
+
+def read_token(file: str) -> str:
+    """The token in `file`, without white space around it. Raises NodeError: as `system.token_file.read_token` raises
+    ValueError."""
+    try:
+        return token_file.read_token(file)
+    except ValueError as error:
+        raise NodeError(str(error)) from error
 
 
 def machine_id(environ: Mapping[str, str], files: Iterable[Path] = _MACHINE_ID_FILES) -> str:
@@ -106,11 +116,8 @@ def _parsed_id(data: bytes) -> str:
 
 
 def node_name(chosen: str | None) -> str:
-    """The name under which a machine joins; its host name where none is chosen.
-
-    Raises:
-        NodeError: the name is not valid.
-    """
+    """The name under which a machine joins; its host name where none is chosen. Raises NodeError: the name is not
+    valid."""
     name = chosen or socket.gethostname()
     if not re.fullmatch(NAME, name):
         raise NodeError(
@@ -121,11 +128,7 @@ def node_name(chosen: str | None) -> str:
 
 def reachable_address(url: str, environ: Mapping[str, str]) -> str:
     """The address at which other nodes reach this one: TRL_NODE_ADDRESS, else the source address of packets to the
-    service.
-
-    Raises:
-        NodeError: it is a loopback address, or the service's address has no route.
-    """
+    service. Raises NodeError: it is a loopback address, or the service's address has no route."""
     if chosen := environ.get(ADDRESS, "").strip():
         try:
             address = ipaddress.ip_address(chosen)

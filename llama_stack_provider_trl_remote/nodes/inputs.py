@@ -23,11 +23,7 @@ _fetching: WeakValueDictionary[Path, asyncio.Lock] = WeakValueDictionary()
 
 
 class Inputs:
-    """The input files of one task on this node.
-
-    Args:
-        note_detail: called with the current download.
-    """
+    """The input files of one task on this node. `note_detail` is called with the current download."""
 
     def __init__(self, paths: PathMap, calls: NodeClient, note_detail: Callable[[str], None]) -> None:
         self._paths, self._calls, self._note_detail = paths, calls, note_detail
@@ -66,11 +62,7 @@ class Inputs:
             os.replace(staged, self._paths.checkpoint_dir / name)
 
     async def _pull(self, path: Path, target: Path) -> None:
-        """Copy a checkpoint of the service to this node.
-
-        Raises:
-            InvalidRequest: it holds more than data.
-        """
+        """Copy a checkpoint of the service to this node. Raises InvalidRequest: it holds more than data."""
         job_uuid = self._paths.order.job_uuid
         # The other job and its checkpoint may be deleted by now: the service has a copy for this job.
         identifier = path.name if path.is_relative_to(self._paths.theirs) else GIVEN

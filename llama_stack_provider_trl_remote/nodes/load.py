@@ -30,8 +30,6 @@ class LoadMeter:
 
     Args:
         devices: those whose load is measured: GPUs by their UUIDs, other devices have none of their own.
-        directory: whose disk is measured.
-        clock: seconds, monotonic.
     """
 
     def __init__(

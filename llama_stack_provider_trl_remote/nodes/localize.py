@@ -44,7 +44,6 @@ class PathMap:
     """Paths of the files of one task, on the service and here.
 
     Args:
-        data_dir: the node's own.
         shared: the service's checkpoint directory is shared with this node, and is used directly.
     """
 
@@ -176,10 +175,7 @@ def _named_answers(event: dict[str, Any]) -> dict[str, Any] | None:
 def check_order(order: TaskOrder) -> None:
     """Refuse an order that names a path outside this node's data directory, before anything is written.
 
-    The service never sends such an order; an attacker in its place may.
-
-    Raises:
-        InvalidRequest: names the field.
+    The service never sends such an order; an attacker in its place may. Raises InvalidRequest: names the field.
     """
     _expect("job_uuid", order.job_uuid, bool(re.fullmatch(JOB_UUID_PATTERN, order.job_uuid)), "a job's name")
     _expect("attempt", order.attempt, order.attempt > 0, "a number from 1 on")
@@ -193,11 +189,8 @@ def check_order(order: TaskOrder) -> None:
 
 
 def attempt_of(order: TaskOrder) -> AttemptSpec | None:
-    """The specification of an order, with the service's paths; None: it has none.
-
-    Raises:
-        InvalidRequest: names the field.
-    """
+    """The specification of an order, with the service's paths; None: it has none. Raises InvalidRequest: names the
+    field."""
     if not order.spec:
         return None
     try:

@@ -52,11 +52,7 @@ class ModelMissing(FileNotFoundError):
 
 
 class Models:
-    """The models of one node. One event loop uses it; methods that read many bytes are called in threads.
-
-    Args:
-        data_dir: the node's own.
-    """
+    """The models of one node. One event loop uses it; methods that read many bytes are called in threads."""
 
     def __init__(
         self, data_dir: Path, environ: Mapping[str, str] = os.environ, clock: Callable[[], float] = time.time
@@ -86,15 +82,11 @@ class Models:
         used: Callable[[], Collection[str]] = tuple,
     ) -> dict[str, Path]:
         """Have every model of a task on this node. Returns name -> directory of those that are not read by their names.
+        Raises ModelMissing; OSError: the disk has no room. Those of the calls.
 
         Args:
-            job: of the order.
-            node: this node's name.
             used: digests and names of models that its tasks use (`models_used`), which are not removed for another one.
                 Called in threads.
-
-        Raises:
-            ModelMissing; OSError: the disk has no room. Those of the calls.
         """
         found: dict[str, Path] = {}
         listed = {model.model: model for model in order.models}

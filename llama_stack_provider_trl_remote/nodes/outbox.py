@@ -73,11 +73,8 @@ class Outbox:
         return tuple(self._pending)
 
     def read_events(self) -> None:
-        """Read further whole lines of the event file.
-
-        Raises:
-            OSError: the order cannot be stored (a full disk); the same lines are read again the next time.
-        """
+        """Read further whole lines of the event file. Raises OSError: the order cannot be stored (a full disk); the
+        same lines are read again the next time."""
         ready: list[tuple[int, int]] = []
         pending: list[PendingEvent] = []
         read = self._read
@@ -99,10 +96,7 @@ class Outbox:
 
     def release(self, uploaded: PendingEvent) -> None:
         """Release the event of an uploaded checkpoint, or of uploaded answers, and a final event that waits for none.
-
-        Raises:
-            OSError: as `read_events`.
-        """
+        Raises OSError: as `read_events`."""
         ready, left = [uploaded], [pending for pending in self._pending if pending is not uploaded]
         while left and not left[0].is_checkpoint:
             ready.append(left.pop(0))

@@ -44,7 +44,6 @@ class OwnerWatch:
     Args:
         processes: all processes of the machine.
         busy: seconds that all its cores together were busy, and in all.
-        clock: seconds, monotonic.
     """
 
     def __init__(

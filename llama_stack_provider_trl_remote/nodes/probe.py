@@ -54,11 +54,8 @@ class ProbeListener:
 
 
 def listen(address: str, ports: tuple[int, int], taken: Collection[int] = ()) -> socket.socket:
-    """Listen at the first free port of a range, which is its first port and the number of ports.
-
-    Raises:
-        OSError: all are in use, or the address does not belong to this machine.
-    """
+    """Listen at the first free port of a range, which is its first port and the number of ports. Raises OSError: all
+    are in use, or the address does not belong to this machine."""
     first, count = ports
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for port in range(first, first + count):
@@ -79,11 +76,7 @@ def listen(address: str, ports: tuple[int, int], taken: Collection[int] = ()) ->
 
 
 async def probe(node: str, order: TaskOrder, limit: float = TIME) -> None:
-    """Reach every peer of an attempt.
-
-    Raises:
-        Unreachable: one does not answer, or another program listens there.
-    """
+    """Reach every peer of an attempt. Raises Unreachable: one does not answer, or another program listens there."""
     found = await asyncio.gather(*(_reach(node, peer, order, limit) for peer in order.peers), return_exceptions=True)
     for error in found:
         if error is not None:

@@ -166,12 +166,9 @@ def worker_settings(
     trust_remote_code: Sequence[str] = (),
     python_graders: bool = False,
 ) -> NodeSettings:
-    """Settings of a worker, from its command line and its environment.
-
-    Raises:
-        NodeError: there is no token, the service's address cannot be used by other machines, or SSL_CERT_FILE names no
-            file; InvalidRequest: there is no such device.
-    """
+    """Settings of a worker, from its command line and its environment. Raises NodeError: there is no token, the
+    service's address cannot be used by other machines, or SSL_CERT_FILE names no file; InvalidRequest: there is no such
+    device."""
     token = environ.get("TRL_SERVICE_NODE_TOKEN") or environ.get("TRL_SERVICE_TOKEN")
     if not token:
         raise NodeError(
@@ -297,11 +294,7 @@ def _checks_path(environ: Mapping[str, str]) -> bool:
 
 
 def switch(name: str, text: str) -> bool:
-    """Whether an option is on.
-
-    Raises:
-        NodeError: it is neither on nor off.
-    """
+    """Whether an option is on. Raises NodeError: it is neither on nor off."""
     if text not in ("on", "off"):
         raise NodeError(f"{name}={text!r}: use on or off (--{name.replace('_', '-')}, TRL_NODE_{name.upper()})")
     return text == "on"

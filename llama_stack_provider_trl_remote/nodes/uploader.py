@@ -95,12 +95,8 @@ class Uploader:
         return self._outbox is not None and self._outbox.has_finished
 
     async def run(self) -> None:
-        """Upload until nothing is left.
-
-        Raises:
-            ServiceRefusal: 410, the task belongs to another node now.
-            Damaged: a checkpoint is damaged.
-        """
+        """Upload until nothing is left. Raises ServiceRefusal: 410, the task belongs to another node now; Damaged: a
+        checkpoint is damaged."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._until_done(self._ship_logs, LOG_POLL_INTERVAL))
             if self._outbox is not None:
@@ -269,12 +265,8 @@ def _size(directory: Path, name: str) -> int:
 
 
 def _reported(path: Path, pending: PendingEvent) -> CheckpointReport:
-    """List the files of a checkpoint with their digests.
-
-    Raises:
-        Damaged: it is missing, or differs from what was written.
-        OSError: it cannot be read.
-    """
+    """List the files of a checkpoint with their digests. Raises Damaged: it is missing, or differs from what was
+    written; OSError: it cannot be read."""
     if (wrong := damage(path)) is not None:
         raise Damaged(f"checkpoint {path} was damaged before it could be uploaded: {wrong}")
     checked = json.loads(read_regular(path / MANIFEST)).get("sha256", {})  # checked above, so no file is read twice
@@ -307,13 +299,10 @@ class AnswerUpload:
         """File -> bytes that the service has."""
 
     async def ship(self, *, is_finished: bool) -> None:
-        """Send what the service lacks.
+        """Send what the service lacks. Raises Unreadable.
 
         Args:
             is_finished: the training has written all of its files.
-
-        Raises:
-            Unreadable.
         """
         grows, *at_the_end = self._paths.answer_files
         await self._send(grows, await asyncio.to_thread(self._ready, grows, is_finished))

@@ -52,23 +52,16 @@ class _FilePlace(NamedTuple):
 
 
 class OpenAIFiles:
-    """The files of a service.
-
-    Args:
-        store: has the jobs whose metrics are files.
-    """
+    """The files of a service. `store` has the jobs whose metrics are files."""
 
     def __init__(self, registry: DatasetRegistry, uploads: RowUploads, blobs: Blobs, store: Store) -> None:
         self._registry, self._uploads, self._blobs, self._store = registry, uploads, blobs, store
         self._size_of_result = lru_cache(_SIZES)(self._count_result)
 
     async def upload(self, form: Form, stream: AsyncIterator[bytes], announced: int, caller: str) -> Json:
-        """Store a file. It is listed once all of it is on the disk; nothing of a body that breaks off is kept.
-
-        Raises:
-            OpenAIRefused: the form cannot be honoured.
-            TooLarge, QuotaReached, LimitReached, OSError: the file cannot be stored.
-        """
+        """Store a file. It is listed once all of it is on the disk; nothing of a body that breaks off is kept. Raises
+        OpenAIRefused: the form cannot be honoured; TooLarge, QuotaReached, LimitReached, OSError: the file cannot be
+        stored."""
         counted = 0
 
         async def pieces() -> AsyncIterator[bytes]:
@@ -87,11 +80,8 @@ class OpenAIFiles:
         return await asyncio.to_thread(self.get, file_id)
 
     async def register(self, file_id: str, filename: str, size: int, sha256: str, caller: str) -> None:
-        """Make a file of stored rows. The same again changes nothing.
-
-        Raises:
-            Conflict, StoreError, OSError: it cannot be stored.
-        """
+        """Make a file of stored rows. The same again changes nothing. Raises Conflict, StoreError, OSError: it cannot
+        be stored."""
         mark = {"filename": filename, "bytes": size, "purpose": PURPOSE}
         body = RegisterDataset(dataset_id=file_id, source=BlobSource(type="blob", sha256=sha256))
         await self._registry.register(body, created_by=caller, reserved={MARK: mark})
@@ -105,11 +95,8 @@ class OpenAIFiles:
     def page(
         self, after: str | None, limit: int, purpose: str | None, *, newest_first: bool
     ) -> tuple[list[Json], bool]:
-        """Files by the time at which they were made, and whether there are more.
-
-        Raises:
-            OpenAIRefused: there is no file `after`.
-        """
+        """Files by the time at which they were made, and whether there are more. Raises OpenAIRefused: there is no file
+        `after`."""
         limit = min(limit, MOST_FILES)
         beyond = None if after is None else self._place(after)
         files: list[Json] = []

@@ -16,12 +16,10 @@ _FIELD = "method.reinforcement.grader"
 
 def with_local_models(grader: Mapping[str, Any], models: Mapping[str, OpenAIModel]) -> tuple[Json, list[str]]:
     """A grader with local models in place of the names of `openai.models`, and the models as the request names them.
+    Raises OpenAIRefused: 404, a name stands for nothing here.
 
     Args:
         grader: as a client has sent it: whatever is no grader stays as it is.
-
-    Raises:
-        OpenAIRefused: 404, a name stands for nothing here.
     """
     found, named = copy.deepcopy(dict(grader)), list[str]()
     for field, leaf in _asking(found):

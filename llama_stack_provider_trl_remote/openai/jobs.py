@@ -67,16 +67,13 @@ class FineTuning:
         self._creating: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def create(self, body: CreateFineTuningJob, caller: Caller, *, is_retry: bool) -> str:
-        """Queue a job. Returns its name.
+        """Queue a job. Returns its name. Raises OpenAIRefused, InvalidRequest: it cannot be honoured; The other errors
+        of `Submissions.submit`.
 
         Args:
             is_retry: the client has sent the same request before and has no answer, by its header
                 `x-stainless-retry-count`. The job that this request has made is returned then, if its answer may have
                 been lost. Other equal requests are jobs of their own.
-
-        Raises:
-            OpenAIRefused, InvalidRequest: it cannot be honoured.
-            The other errors of `Submissions.submit`.
         """
         begun = time.time()
         prefix = request_prefix(caller.name, body.model_dump(mode="json", exclude_unset=True))
@@ -121,11 +118,7 @@ class FineTuning:
             raise OpenAIRefused(str(named), named.field, "invalid_value") from error
 
     def _base(self, model: str) -> tuple[str, str]:
-        """The name of `openai.models`, and the model to train as the engine names it.
-
-        Raises:
-            OpenAIRefused: 404.
-        """
+        """The name of `openai.models`, and the model to train as the engine names it. Raises OpenAIRefused: 404."""
         if model in self._models:
             return model, self._models[model].model
         if (tuned := find_tuned(self._store, model)) is not None and tuned.called is not None:
@@ -151,16 +144,13 @@ def _param_of(field: str) -> str:
 def requested(
     body: CreateFineTuningJob, name: str, alias: str, base: str, models: Mapping[str, OpenAIModel]
 ) -> tuple[SupervisedFineTuneBody | PreferenceOptimizeBody, Called]:
-    """The engine's request, and what it was called with. Pure, but for a seed that the caller did not send.
+    """The engine's request, and what it was called with. Pure, but for a seed that the caller did not send. Raises
+    OpenAIRefused.
 
     Args:
-        name: of the job.
         alias: the name of `openai.models` behind `model`.
         base: the model to train, as the engine names it.
         models: by the names of `openai.models`.
-
-    Raises:
-        OpenAIRefused.
     """
     model, grading = models[alias], list[str]()
     kind = "supervised" if body.method is None else body.method.type

@@ -59,12 +59,8 @@ class OpenAIModels:
         return has_ended and bool(self._store.searches.names_of_trials(tuned.job.job_uuid))
 
     def delete(self, name: str) -> Json:
-        """Remove the files of a job's result and its checkpoints; the job stays.
-
-        Raises:
-            OpenAIRefused: it is no result of a job.
-            JobConflict: the job has not ended, or others use its checkpoints.
-        """
+        """Remove the files of a job's result and its checkpoints; the job stays. Raises OpenAIRefused: it is no result
+        of a job; JobConflict: the job has not ended, or others use its checkpoints."""
         found = find_tuned(self._store, name)
         if found is None or not has_files(self._store, found):
             raise _no_model(name)

@@ -16,19 +16,15 @@ FILE = "file"
 
 
 class Form:
-    """A body of multipart/form-data.
+    """A body of multipart/form-data. Raises OpenAIRefused: the Content-Type names no such body.
 
     Args:
-        content_type: of the request.
         allowed: names of its fields beside the file.
         file: name of the field with the file.
 
     Attributes:
         fields: those that were read so far.
         filename: of the file, once its part has begun; None: it has not.
-
-    Raises:
-        OpenAIRefused: the Content-Type names no such body.
     """
 
     def __init__(self, content_type: str, allowed: frozenset[str], file: str = FILE) -> None:
@@ -53,13 +49,11 @@ class Form:
         self._behind = 0
 
     async def file(self, stream: AsyncIterator[bytes], check: Callable[[], None]) -> AsyncIterator[bytes]:
-        """The content of the file, while the body is received.
+        """The content of the file, while the body is received. Raises OpenAIRefused: the body is no such form, or has
+        fields beside those that are allowed.
 
         Args:
             check: is called before each piece of the file, and at the end: raises where the fields cannot be honoured.
-
-        Raises:
-            OpenAIRefused: the body is no such form, or has fields beside those that are allowed.
         """
         from python_multipart.exceptions import FormParserError
         from python_multipart.multipart import MultipartParser

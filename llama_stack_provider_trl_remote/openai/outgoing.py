@@ -89,13 +89,10 @@ def post(
     patience: float = PATIENCE,
     resolve: Resolve = socket.getaddrinfo,
 ) -> None:
-    """Send a body.
+    """Send a body. Raises Undelivered: no connection, no status in time, or another one than 2xx.
 
     Args:
         patience: seconds that it may take after the addresses of the host have been found.
-
-    Raises:
-        Undelivered: no connection, no status in time, or another one than 2xx.
     """
     try:
         _post(target, headers, body, patience, resolve)

@@ -74,11 +74,8 @@ _CONTENT: dict[int | str, Json] = {
 
 
 async def _refuse_others(request: Request) -> None:
-    """Refuse a parameter that the route does not have: its list would be another one than the caller expects.
-
-    Raises:
-        OpenAIRefused.
-    """
+    """Refuse a parameter that the route does not have: its list would be another one than the caller expects. Raises
+    OpenAIRefused."""
     known = sorted(field.alias for field in request.scope["route"].dependant.query_params)
     has_metadata = request.scope["route"].path.endswith("/fine_tuning/jobs")
     for name in request.query_params:

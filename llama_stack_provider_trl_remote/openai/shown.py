@@ -107,11 +107,8 @@ def _method(job: JobRecord, called: Called) -> Json:
 
 
 def event_page(store: Store, job: JobRecord, called: Called, after: str | None, limit: int) -> tuple[list[Json], bool]:
-    """Events, the last one first, and whether there are earlier ones.
-
-    Raises:
-        OpenAIRefused: `after` is the id of no event.
-    """
+    """Events, the last one first, and whether there are earlier ones. Raises OpenAIRefused: `after` is the id of no
+    event."""
     place = "" if after is None else after.removeprefix(_EVENT)
     if after is not None and not after.startswith(_EVENT):
         raise _no_event(after)
@@ -145,11 +142,8 @@ def _no_event(after: str | None) -> OpenAIRefused:
 def checkpoint_page(
     store: Store, job: JobRecord, called: Called, after: str | None, limit: int
 ) -> tuple[list[Json], bool]:
-    """Checkpoints, the last one first, and whether there are earlier ones.
-
-    Raises:
-        OpenAIRefused: `after` is the id of no checkpoint.
-    """
+    """Checkpoints, the last one first, and whether there are earlier ones. Raises OpenAIRefused: `after` is the id of
+    no checkpoint."""
     records: Sequence[CheckpointRecord] = [one for one in store.checkpoints(job.job_uuid) if one.kind != "merged"]
     records = sorted(records, key=lambda one: (one.step, one.kind == "final"), reverse=True)
     ids = [_checkpoint_id(job, one) for one in records]

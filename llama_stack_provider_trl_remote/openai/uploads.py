@@ -30,12 +30,7 @@ class OpenAIUploads:
     async def add_part(
         self, upload_id: str, form: Form, stream: AsyncIterator[bytes], announced: int, caller: str
     ) -> Json:
-        """Store a part.
-
-        Raises:
-            OpenAIRefused: the form cannot be honoured.
-            The errors of `PartUploads.add_part`.
-        """
+        """Store a part. Raises OpenAIRefused: the form cannot be honoured; The errors of `PartUploads.add_part`."""
         pieces = form.file(stream, lambda: None)
         part = await self._uploads.add_part(upload_id, caller, pieces, announced)
         return {

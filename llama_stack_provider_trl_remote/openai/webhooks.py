@@ -25,8 +25,7 @@ from llama_stack_provider_trl.errors import StoreError
 from llama_stack_provider_trl.jobs.store.monitoring.webhooks import Delivery
 from llama_stack_provider_trl.jobs.store.store import Store
 
-from ..nodes.identity import NodeError
-from ..nodes.token_file import read_token
+from ..nodes.identity import NodeError, read_token
 from ..service.openai_settings import WEBHOOK_EVENTS, OpenAIWebhook, webhook_key
 from ..service.settings import SettingsError
 from .names import JOB
@@ -69,7 +68,6 @@ class WebhookSender:
     """The receivers of a service, each with a thread.
 
     Args:
-        clock: seconds since the epoch.
         send: sends a body with headers; raises Undelivered.
     """
 
@@ -159,11 +157,7 @@ class WebhookSender:
 
 
 def receivers_of(webhooks: Sequence[OpenAIWebhook]) -> list[Receiver]:
-    """The receivers of the settings.
-
-    Raises:
-        SettingsError: the file of a secret cannot be used.
-    """
+    """The receivers of the settings. Raises SettingsError: the file of a secret cannot be used."""
     found = []
     for number, webhook in enumerate(webhooks):
         if webhook.secret is not None:

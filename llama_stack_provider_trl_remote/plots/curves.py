@@ -44,13 +44,11 @@ def curves_of(
     points: Mapping[str, Sequence[PlotPoint]], metrics: Sequence[str], x: Axis, smoothing: float = SMOOTHING
 ) -> list[Panel]:
     """The curves of each metric, job by job; an evaluation's value (`eval_loss`) is beside the training's (`loss`).
+    Raises InvalidRequest: a job has no points, no job has one of the metrics, or a value is none of those expected.
 
     Args:
         points: job -> its metric points, by step.
         smoothing: weight of the points before, 0 (none) to less than 1.
-
-    Raises:
-        InvalidRequest: a job has no points, no job has one of the metrics, or a value is none of those expected.
     """
     if not points:
         raise InvalidRequest("JOB", None, "name at least one job.")

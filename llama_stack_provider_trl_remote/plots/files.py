@@ -22,11 +22,8 @@ _FAINT = 0.3
 
 
 def check_output(output: str | Path) -> Path:
-    """The file to write, before anything is fetched for it.
-
-    Raises:
-        InvalidRequest: it is of another kind, or its directory does not exist.
-    """
+    """The file to write, before anything is fetched for it. Raises InvalidRequest: it is of another kind, or its
+    directory does not exist."""
     target = Path(output)
     if target.suffix.lower() not in _WRITERS:
         raise InvalidRequest("output", str(target), f"expected a file that ends with {', '.join(_WRITERS)}.")
@@ -36,12 +33,7 @@ def check_output(output: str | Path) -> Path:
 
 
 def write_plot(panels: Sequence[Panel], target: Path, x: Axis) -> Path:
-    """Write panels below one another; returns `target`.
-
-    Raises:
-        MissingExtra.
-        OSError: the file cannot be written.
-    """
+    """Write panels below one another; returns `target`. Raises MissingExtra; OSError: the file cannot be written."""
     target.write_bytes(_WRITERS[target.suffix.lower()](panels, AXES[x]))
     return target
 

@@ -26,12 +26,8 @@ class PlotPoint(NamedTuple):
 
 
 async def fetch_points(client: ServiceClient, job_uuid: str) -> list[PlotPoint]:
-    """Every metric point of a job of a service, by step.
-
-    Raises:
-        ServiceRefusal: 404, there is no such job.
-        ServiceUnreachable.
-    """
+    """Every metric point of a job of a service, by step. Raises ServiceRefusal: 404, there is no such job;
+    ServiceUnreachable."""
     answer = await client.get_all(job_path(job_uuid, "/metrics"))
     return [
         PlotPoint(p["kind"], p["step"], p["epoch"], datetime.fromisoformat(p["time"]).timestamp(), p["metrics"])
@@ -45,15 +41,12 @@ async def newest_job(client: ServiceClient) -> str:
 
 
 def stored_points(data_dir: Path, job_uuids: Sequence[str]) -> dict[str, list[PlotPoint]]:
-    """Every metric point of jobs in a data directory, by step. Its database is read while others write it.
+    """Every metric point of jobs in a data directory, by step. Its database is read while others write it. Raises
+    InvalidRequest: this is no data directory, or it has no job; JobNotFound; StoreError: its database cannot be read,
+    or is of another release.
 
     Args:
         job_uuids: none: the job that was queued last.
-
-    Raises:
-        InvalidRequest: this is no data directory, or it has no job.
-        JobNotFound.
-        StoreError: its database cannot be read, or is of another release.
     """
     from llama_stack_provider_trl.jobs.store.database import Database, require_database
     from llama_stack_provider_trl.jobs.store.reader import JobReader

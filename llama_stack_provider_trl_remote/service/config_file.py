@@ -19,10 +19,8 @@ _VARIABLE = re.compile(r"\$\{env\.([A-Z0-9_]+)(?::([=+])([^}]*))?\}")
 def provider_block(path: Path, environ: Mapping[str, str], provider_type: str = PROVIDER_TYPE) -> dict[str, Any]:
     """The `config` of the one provider of this type in a run file.
 
-    Only this block is read: other providers' variables need not be set.
-
-    Raises:
-        ValueError: no such file, no YAML, a key twice, no such provider, or a variable without a value.
+    Only this block is read: other providers' variables need not be set. Raises ValueError: no such file, no YAML, a key
+    twice, no such provider, or a variable without a value.
     """
     try:
         document = yaml.load(decoded(path.read_bytes()), UniqueKeys)
@@ -55,11 +53,8 @@ def provider_block(path: Path, environ: Mapping[str, str], provider_type: str = 
 def fill_in(value: Any, environ: Mapping[str, str]) -> Any:
     """Replace `${env.NAME}`, `${env.NAME:=default}` and `${env.NAME:+value}` in every text of a YAML value.
 
-    As in Llama Stack, a text that had any is then read as a boolean or a number if it looks like one, and as null if
-    it is empty.
-
-    Raises:
-        ValueError: a variable has no value and no default.
+    As in Llama Stack, a text that had any is then read as a boolean or a number if it looks like one, and as null if it
+    is empty. Raises ValueError: a variable has no value and no default.
     """
     if isinstance(value, dict):
         return {name: fill_in(inner, environ) for name, inner in value.items()}

@@ -33,11 +33,8 @@ _EQUAL = ("torch", "trl", "transformers", "peft")
 
 
 def managed_pool(settings: PoolSettings, service: ServiceSettings) -> ManagedPool:
-    """A pool as it is configured, with its limits.
-
-    Raises:
-        SettingsError: a pool of kind ssh cannot work as configured; MissingExtra: it needs asyncssh.
-    """
+    """A pool as it is configured, with its limits. Raises SettingsError: a pool of kind ssh cannot work as configured;
+    MissingExtra: it needs asyncssh."""
     return ManagedPool(
         settings.name,
         _pool(settings, service),

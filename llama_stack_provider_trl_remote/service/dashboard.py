@@ -21,16 +21,11 @@ from .settings import ServiceSettings
 
 
 def serve_dashboard(data_dir: Path, port: int, token: str | None = None) -> None:
-    """Serve the pages until SIGTERM or SIGINT.
+    """Serve the pages until SIGTERM or SIGINT. Raises InvalidRequest: this is no data directory, or a service runs on
+    it; NoDashboard; SettingsError: the port is taken; StoreError.
 
     Args:
         token: what a browser must log in with; None: nothing.
-
-    Raises:
-        InvalidRequest: this is no data directory, or a service runs on it.
-        NoDashboard.
-        SettingsError: the port is taken.
-        StoreError.
     """
     require_database(data_dir)  # first: a directory of others stays as it is
     DataDir(data_dir).prepare()

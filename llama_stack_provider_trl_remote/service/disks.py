@@ -45,11 +45,7 @@ class _Examined(NamedTuple):
 
 class DiskWatch:
     """Examines and writes to the disks of the data directory, of its parts that lie on others, of other directories for
-    checkpoints, and of temporary files.
-
-    Args:
-        clock: seconds, monotonic.
-    """
+    checkpoints, and of temporary files."""
 
     def __init__(
         self,

@@ -62,11 +62,8 @@ def _agent(service: Service, port: int) -> Agent:
 
 def address_for_ranks(settings: ServiceSettings) -> str:
     """The literal address at which ranks on other machines reach this one: `master_addr`, else the address that the
-    service listens on, else the source address of packets to other machines.
-
-    Raises:
-        OSError: this machine has no such address.
-    """
+    service listens on, else the source address of packets to other machines. Raises OSError: this machine has no such
+    address."""
     for chosen in (settings.torch_run_config.master_addr, settings.host):
         try:
             address = ipaddress.ip_address(chosen.strip("[]"))

@@ -35,16 +35,10 @@ def load_settings(
     config: Path | None = None, environ: Mapping[str, str] | None = None, **over: Any
 ) -> tuple[ServiceSettings, Path | None]:
     """Load the settings from a run file, TRL_SERVICE_* variables, and `over` (a command line's options; None: not
-    given).
+    given). Raises SettingsError. Returns the settings and the file they came from.
 
     Args:
         config: the file; None: TRL_SERVICE_CONFIG, else ./run_fsdp.yaml if there is one, else none.
-
-    Returns:
-        The settings and the file they came from.
-
-    Raises:
-        SettingsError.
     """
     environ = os.environ if environ is None else environ
     path = config or _default_config(environ)

@@ -33,7 +33,6 @@ async def prove_own_calls(service: Service, url: str, tls: ssl.SSLContext | None
     """Send calls until cancelled, while other machines are nodes.
 
     Args:
-        url: this service's own address.
         tls: trusts its certificate; None: it has none.
     """
     request = _request(service, url)

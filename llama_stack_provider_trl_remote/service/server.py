@@ -155,11 +155,7 @@ class Server(uvicorn.Server):
 
 
 class ServiceServer(Server):
-    """The server of a service, with this machine's own agent.
-
-    Args:
-        receivers: of webhooks.
-    """
+    """The server of a service, with this machine's own agent."""
 
     def __init__(self, service: Service, receivers: Sequence[Receiver] = ()) -> None:
         super().__init__(make_app(service))
@@ -227,13 +223,10 @@ def _claimed(data_dir: Path, address: str) -> Iterator[None]:
 
 
 def listen(settings: ServiceSettings, other_port: str = "TRL_SERVICE_PORT") -> socket.socket:
-    """A socket on the address of these settings.
+    """A socket on the address of these settings. Raises SettingsError: it cannot listen there.
 
     Args:
         other_port: the variable or option that sets another port, for the message.
-
-    Raises:
-        SettingsError: it cannot listen there.
     """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # The protocol by its number: asyncio sets TCP_NODELAY only where it reads it. Without that the body of an answer

@@ -429,11 +429,8 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
         )
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """How connections are encrypted; None: they are not.
-
-        Raises:
-            SettingsError: the certificate or its key cannot be used.
-        """
+        """How connections are encrypted; None: they are not. Raises SettingsError: the certificate or its key cannot be
+        used."""
         if self.tls_cert is None or self.tls_key is None:
             return None
         try:
@@ -457,12 +454,8 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
             raise SettingsError(f"{HUB_TOKEN_FILE}: {error}") from error
 
     def check_exposure(self) -> None:
-        """Refuse to be reachable from other machines by accident.
-
-        Raises:
-            SettingsError: beyond loopback without a token or without TLS; half of a TLS pair; a file that is not
-                there, or that cannot be used.
-        """
+        """Refuse to be reachable from other machines by accident. Raises SettingsError: beyond loopback without a token
+        or without TLS; half of a TLS pair; a file that is not there, or that cannot be used."""
         if (self.tls_cert is None) != (self.tls_key is None):
             raise SettingsError("tls_cert and tls_key belong together: set both, or neither")
         for name in ("tls_cert", "tls_key"):

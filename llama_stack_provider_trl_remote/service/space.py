@@ -91,14 +91,11 @@ class Space:
         self._models: dict[tuple[str, str | None], tuple[float, int]] = {}
 
     def require(self, use: Use, directory: Path, coming: int = 0, least: int | None = None) -> None:
-        """Require space for a write.
+        """Require space for a write. Raises OSError: ENOSPC; EROFS.
 
         Args:
             coming: bytes that it takes, where they are known.
             least: `min_free_bytes` of the job that it belongs to.
-
-        Raises:
-            OSError: ENOSPC; EROFS.
         """
         self._require(use, directory, coming, self._min_free if least is None else least)
 
@@ -107,13 +104,11 @@ class Space:
         self, use: Use, directory: Path, announced: int = 0, least: int | None = None, *, whole: bool = False
     ) -> Iterator[Callable[[int], None]]:
         """Require space for bytes that arrive; yields a function that is called with the number of each part that has
-        been written. Other uploads do not get what this one may write between two checks.
+        been written. Other uploads do not get what this one may write between two checks. Raises OSError: ENOSPC or
+        EROFS, also from that function.
 
         Args:
             whole: reserve more than that from the beginning: for few bodies at a time, whose writes are not counted.
-
-        Raises:
-            OSError: ENOSPC or EROFS, also from that function.
         """
         least = self._min_free if least is None else least
         unchecked = 0

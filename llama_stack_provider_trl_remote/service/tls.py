@@ -10,11 +10,8 @@ _CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
 
 
 def server_context(certificate: Path, key: Path) -> ssl.SSLContext:
-    """TLS 1.2 and 1.3, without renegotiation, for clients that bring no certificate.
-
-    Raises:
-        ValueError: the files cannot be used.
-    """
+    """TLS 1.2 and 1.3, without renegotiation, for clients that bring no certificate. Raises ValueError: the files
+    cannot be used."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION

@@ -11,8 +11,7 @@ import pytest
 
 from llama_stack_provider_trl_remote.cli import main as cli
 from llama_stack_provider_trl_remote.cli.machine_commands import worker_lines
-from llama_stack_provider_trl_remote.nodes.identity import NodeError
-from llama_stack_provider_trl_remote.nodes.token_file import read_token
+from llama_stack_provider_trl_remote.nodes.identity import NodeError, read_token
 from tests.tiny import REPOSITORY
 
 SECRET = "s3cret-of-the-cluster"

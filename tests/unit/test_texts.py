@@ -18,7 +18,7 @@ from llama_stack_provider_trl.specs.row_verdicts import check_file
 from llama_stack_provider_trl.specs.rows import check_rows
 from llama_stack_provider_trl.system.files import put_rows
 from llama_stack_provider_trl.system.texts import DuplicateKey, decoded, parse_json
-from llama_stack_provider_trl_remote.nodes.token_file import read_token
+from llama_stack_provider_trl_remote.nodes.identity import read_token
 from llama_stack_provider_trl_remote.request_files import read_request
 from llama_stack_provider_trl_remote.service.config_file import provider_block
 

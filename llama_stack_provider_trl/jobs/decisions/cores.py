@@ -64,11 +64,7 @@ class Held:
         return f"needs {wanted} of {cores} cores, free: {free}{held}{kept}"
 
     def is_full(self, slot: str, cores: int) -> bool:
-        """Whether nothing of a device is free.
-
-        Args:
-            cores: of the node that it is on.
-        """
+        """Whether nothing of a device is free."""
         return slot in self._holders or (slot in self._parts and sum(self._parts[slot].values()) >= cores)
 
 

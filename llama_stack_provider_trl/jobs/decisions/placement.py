@@ -100,11 +100,7 @@ def refusing(nodes: Iterable[Node]) -> list[Node]:
 
 
 def wish_of(job: Queued, refuse: Iterable[Node]) -> _Kind:
-    """All of a job that decides whether given devices are enough for it.
-
-    Args:
-        refuse: see `refusing`.
-    """
+    """All of a job that decides whether given devices are enough for it."""
     refused = frozenset(node.name for node in refuse if node.refused and job.job_uuid in node.refused)
     return job.device, job.ranks, job.demand, job.tried, refused
 
@@ -136,7 +132,8 @@ def place(
     waits (`Queued.claim`), so these end: after three hours at most no job that comes later is before it.
 
     Expected machines come last. A job that needs some waits for them; once they are granted, the devices that it gets
-    beside them are kept for it.
+    beside them are kept for it. Returns job_uuid -> places, rank 0's node first, in the order in which the jobs should
+    start.
 
     Args:
         nodes: the service's own machine first; expected ones of pools among them.
@@ -145,9 +142,6 @@ def place(
         obtainable: what pools may give: jobs wait for it rather than take fewer machines, or a worse kind of device.
         planning: treat expected machines as if they had joined.
         known: what earlier calls with the same nodes, and what pools may give, have found; is added to.
-
-    Returns:
-        job_uuid -> places, rank 0's node first, in the order in which the jobs should start.
     """
     giving = Giving(nodes, running, now, obtainable, planning=planning, known=known)
     found = {job.job_uuid: giving.give(job) for job in sorted(queued, key=lambda job: job.claim(now))}

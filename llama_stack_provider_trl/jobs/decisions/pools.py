@@ -122,11 +122,7 @@ def node_names(allocation: Allocation) -> list[str]:
 
 
 def expected_nodes(pools: Iterable[PoolState], allocations: Iterable[Allocation], joined: Container[str]) -> list[Node]:
-    """The machines of open allocations that have not joined.
-
-    Args:
-        joined: names of the nodes that have.
-    """
+    """The machines of open allocations that have not joined."""
     shapes = {pool.name: pool.shape for pool in pools if not pool.overdrawn}
     return [
         replace(
@@ -286,11 +282,7 @@ def _ask(
 
 
 def _why_not(job: Queued, pool: PoolState) -> str:
-    """The reason for which a pool gets no request for a job; empty: it can serve it.
-
-    Args:
-        job: whose device is not `auto`.
-    """
+    """The reason for which a pool gets no request for a job; empty: it can serve it."""
     if pool.closed:
         return pool.closed
     why = unsuited(job, pool.shape, job.device)

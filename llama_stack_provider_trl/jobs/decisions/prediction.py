@@ -71,7 +71,7 @@ def predict(
     """Run the queue ahead of time: at each end that is known the devices become free, and `place` gives them to jobs.
 
     A job that has never trained has no known duration. It keeps its devices here, so what waits for these, or for it,
-    is not predicted.
+    is not predicted. Returns job_uuid -> start, of all waiting jobs.
 
     Args:
         nodes: the service's own machine first.
@@ -80,9 +80,6 @@ def predict(
         now: seconds since the epoch.
         obtainable: what pools may give: when is not known.
         preempts: whether critical jobs have others save and wait. The time that they take to save does not count.
-
-    Returns:
-        job_uuid -> start, of all waiting jobs.
     """
     ahead = _Ahead(waiting, nodes, holders, running, now, obtainable, preempts=preempts)
     refuse, compared = refusing(nodes), 0
@@ -147,11 +144,7 @@ class _Ahead:
             self._ends[job_uuid] = self.time + seconds
 
     def preemption(self, ready: Sequence[Queued], most: int) -> Preemption | None:
-        """What critical jobs have others do now; None: nothing.
-
-        Args:
-            most: nodes to examine.
-        """
+        """What critical jobs have others do now; None: nothing."""
         if not self._preempts or not any(job.priority >= CRITICAL for job in ready):
             return None
         places_of: dict[str, list[str]] = {}

@@ -70,7 +70,6 @@ def preempt(
         holders: place -> job that has it.
         now: seconds since the epoch.
         obtainable: what pools may give.
-        known: see `place`.
         expected: machines that pools have been asked for, which jobs with an earlier claim may wait for.
         promised: `reserved` as it was before.
         most: nodes to examine; later critical jobs are left out.
@@ -144,7 +143,6 @@ def _fewest(
     """The jobs to pause, with the places that the job gets then; no place: it could not start.
 
     Args:
-        free: what is free for it.
         holding: job -> what becomes free when it is paused.
     """
     machines: set[str] | None = None

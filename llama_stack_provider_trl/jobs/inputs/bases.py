@@ -43,11 +43,8 @@ _WRITTEN = re.compile(r"final|checkpoint-\d+")
 
 
 def find_base(model: NamedModel, store: Store) -> NamedJob | None:
-    """The job that a model names as `job:NAME`; None: it names none, or there is no such job.
-
-    Raises:
-        InvalidRequest: that is no name of a job, or of a search that has not completed.
-    """
+    """The job that a model names as `job:NAME`; None: it names none, or there is no such job. Raises InvalidRequest:
+    that is no name of a job, or of a search that has not completed."""
     job_uuid = base_job_of(model)
     if job_uuid is None:
         return None
@@ -63,15 +60,8 @@ def find_read(model: NamedModel, settings: Settings, store: Store) -> Base:
 
 
 def find_served(name: str, value: str, settings: Settings, store: Store) -> Base:
-    """The model and the adapter that a chat names, whose files are on this machine.
-
-    Args:
-        name: the field that names them.
-
-    Raises:
-        JobNotFound.
-        InvalidRequest: it names something else, or a checkpoint that is not there.
-    """
+    """The model and the adapter that a chat names, whose files are on this machine. Raises JobNotFound; InvalidRequest:
+    it names something else, or a checkpoint that is not there."""
     served = served_job_of(name, value)
     if served is None:
         return resolve_served(name, value, settings)
@@ -102,15 +92,8 @@ def _newest(name: str, value: str, job_uuid: str, named: NamedJob) -> str:
 
 
 def named_job(name: str, value: str | None, job_uuid: str, store: Store) -> NamedJob:
-    """The job that a request names, or the best trial of a search.
-
-    Args:
-        name: the field that names it.
-
-    Raises:
-        JobNotFound.
-        InvalidRequest: it is a search that has not completed.
-    """
+    """The job that a request names, or the best trial of a search. Raises JobNotFound; InvalidRequest: it is a search
+    that has not completed."""
     job = store.get(job_uuid)
     if job.spec.search is not None:
         best = store.searches.best(job_uuid, job.spec.search) if job.state is JobState.completed else None
@@ -123,11 +106,8 @@ def named_job(name: str, value: str | None, job_uuid: str, store: Store) -> Name
 
 
 def check_checkpoints(spec: JobSpec) -> None:
-    """Return if the checkpoints of other jobs that a job reads are complete on disk.
-
-    Raises:
-        InvalidRequest: names the field of the request, the job and the checkpoint.
-    """
+    """Return if the checkpoints of other jobs that a job reads are complete on disk. Raises InvalidRequest: names the
+    field of the request, the job and the checkpoint."""
     for field, source in parts_of(spec, ModelSource):
         if (made := source.made_by) is not None and not is_whole(Path(source.model)):
             name = next((name for begin, name in _REQUESTED.items() if field.startswith(begin)), field)

@@ -33,14 +33,12 @@ from ...system.model_damage import (
 
 
 def refuse_damaged(field: str, value: str | None, base: Base) -> None:
-    """Return if the files of a job's model, and of the adapter that it begins with, look whole.
+    """Return if the files of a job's model, and of the adapter that it begins with, look whole. Raises InvalidRequest:
+    names the field and the file.
 
     Args:
         field: that names the model, and its value.
         base: what it begins with. The checkpoint of another job is checked when the job starts.
-
-    Raises:
-        InvalidRequest: names the field and the file.
     """
     source, adapter = base.source, base.adapter
     model = Path(source.model)

@@ -33,15 +33,13 @@ _NEEDS: dict[ExportTarget, str] = {
 def refuse_unmapped(
     field: str, value: str | None, target: ExportTarget, source: ModelSource, store: Store | None
 ) -> None:
-    """Return if an export can be made, as far as the configuration of its model is on this machine.
+    """Return if an export can be made, as far as the configuration of its model is on this machine. Raises
+    InvalidRequest: names the field and the architecture.
 
     Args:
         field: that names the model, and its value.
         source: the model, of an adapter the one below it.
         store: the jobs that may make it; None: there are none.
-
-    Raises:
-        InvalidRequest: names the field and the architecture.
     """
     source, found = _configuration(source, store)
     model_type = found.get("model_type")

@@ -20,11 +20,8 @@ MODULE, _FIRST = "lm_eval", (0, 4, 13)
 
 
 def with_task_files(work: Work, settings: Settings) -> Work:
-    """What a job does, with the directories of its tasks; of a job without any, the same.
-
-    Raises:
-        InvalidRequest: no directory is configured, the library is not installed, or a task cannot be measured.
-    """
+    """What a job does, with the directories of its tasks; of a job without any, the same. Raises InvalidRequest: no
+    directory is configured, the library is not installed, or a task cannot be measured."""
     if work.tasks is None:
         return work
     harness = work.tasks.model_copy(update={"roots": settings.harness_roots})

@@ -16,11 +16,8 @@ from .row_parts import Put, refuse_more_shards, stored_shard
 
 
 def promised_rows(dataset_id: str, use: RowUse, store: Store) -> DatasetRef | None:
-    """The rows that the job in `job:NAME` makes; None: the id names no job.
-
-    Raises:
-        InvalidRequest: that job does not exist or makes no rows, or these cannot be used so.
-    """
+    """The rows that the job in `job:NAME` makes; None: the id names no job. Raises InvalidRequest: that job does not
+    exist or makes no rows, or these cannot be used so."""
     name = rows_job_of(dataset_id)
     if name is None:
         return None
@@ -44,12 +41,8 @@ def promised_rows(dataset_id: str, use: RowUse, store: Store) -> DatasetRef | No
 
 
 def shard_of(dataset: DatasetRef, shard: ShardSpec, store: Store | None, put: Put = put_lines) -> DatasetRef:
-    """The part of a dataset that a job has. Rows that another job makes are divided when an attempt starts.
-
-    Raises:
-        InvalidRequest: there are more parts than rows.
-        StoreError: the part cannot be stored.
-    """
+    """The part of a dataset that a job has. Rows that another job makes are divided when an attempt starts. Raises
+    InvalidRequest: there are more parts than rows; StoreError: the part cannot be stored."""
     if dataset.of_job is not None:
         assert store is not None
         maker = store.get(dataset.of_job).spec
@@ -64,16 +57,8 @@ def shard_of(dataset: DatasetRef, shard: ShardSpec, store: Store | None, put: Pu
 
 
 def with_known_rows(spec: JobSpec, store: Store, data_dir: Path, put: Put) -> JobSpec:
-    """The specification with the rows that another job has made.
-
-    Args:
-        put: stores a part of them.
-
-    Raises:
-        InvalidRows: they are gone.
-        InvalidRequest: they are fewer than the parts into which they are divided.
-        OSError: their part cannot be written.
-    """
+    """The specification with the rows that another job has made. Raises InvalidRows: they are gone; InvalidRequest:
+    they are fewer than the parts into which they are divided; OSError: their part cannot be written."""
     name = spec.data.dataset.of_job
     if name is None:
         return spec

@@ -18,11 +18,8 @@ from .vocabularies import refuse_other_vocabularies
 
 
 def bases_of(request: WorkRequest, settings: Settings, store: Store) -> list[Base]:
-    """What each model is that a request names beside its own (`WorkRequest.named`); empty: there is no other.
-
-    Raises:
-        InvalidRequest: one of them cannot be used; names its field.
-    """
+    """What each model is that a request names beside its own (`WorkRequest.named`); empty: there is no other. Raises
+    InvalidRequest: one of them cannot be used; names its field."""
     names = request.named()
     found = [find_read(NamedModel(*name, request.job_uuid), settings, store) for name in names]
     if (hint := request.one_tokenizer(found)) is not None:

@@ -33,13 +33,11 @@ REWARDS = "algorithm_config.rewards"
 
 
 def with_models(fields: dict[str, Any], settings: Settings, store: Store | None) -> dict[str, Any]:
-    """The fields of a job with what its teacher is, and the models that reward and grade its answers.
+    """The fields of a job with what its teacher is, and the models that reward and grade its answers. Raises
+    InvalidRequest: one of them cannot be used, or the teacher has another vocabulary than the model.
 
     Args:
         store: the jobs that there are; None: there are none.
-
-    Raises:
-        InvalidRequest: one of them cannot be used, or the teacher has another vocabulary than the model.
     """
     fields = with_reward_models(fields, store)
     return with_teacher(with_grading_models(fields, settings, store), settings, store)

@@ -14,11 +14,8 @@ from .bases import find_read
 
 
 def refuse_unusable_conditions(request: WorkRequest, settings: Settings, store: Store) -> None:
-    """Refuse conditions that say nothing about what is exported.
-
-    Raises:
-        InvalidRequest: names the field of a condition, or the model.
-    """
+    """Refuse conditions that say nothing about what is exported. Raises InvalidRequest: names the field of a condition,
+    or the model."""
     conditions = request.conditions()
     if not conditions:
         return
@@ -29,11 +26,8 @@ def refuse_unusable_conditions(request: WorkRequest, settings: Settings, store: 
 
 
 def with_found_measures(spec: JobSpec, store: Store) -> JobSpec:
-    """The job, which starts now, with what the evaluations of its conditions have found.
-
-    Raises:
-        JobFailure: not_promoted, with a sentence about each condition that does not hold.
-    """
+    """The job, which starts now, with what the evaluations of its conditions have found. Raises JobFailure:
+    not_promoted, with a sentence about each condition that does not hold."""
     conditions = spec.does.conditions
     if not conditions:
         return spec

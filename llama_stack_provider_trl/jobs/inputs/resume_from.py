@@ -51,15 +51,12 @@ def copy_checkpoint(spec: JobSpec, store: Store, data_dir: Path, allowance: Allo
     `resume_from` is returned unchanged.
 
     Every call makes a copy of its own, since a client may repeat a POST while the first one still copies.
-    `discard_checkpoint` removes the copy if the job is not added.
+    `discard_checkpoint` removes the copy if the job is not added. Raises InvalidRequest: the other job or its
+    checkpoint does not exist, or the job cannot resume from it: names what differs; StoreError: the checkpoint cannot
+    be linked or copied.
 
     Args:
         allowance: what the request may write, where files cannot be linked.
-
-    Raises:
-        InvalidRequest: the other job or its checkpoint does not exist, or the job cannot resume from it: names what
-            differs.
-        StoreError: the checkpoint cannot be linked or copied.
     """
     wanted = spec.resume_from
     if wanted is None:

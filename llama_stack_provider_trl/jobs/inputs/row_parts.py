@@ -28,10 +28,7 @@ class Allowance:
     @contextmanager
     def writing(self, directory: Path) -> Iterator[Callable[[int], None]]:
         """Require space for bytes; yields a function that is called with the number of each part before it is written.
-
-        Raises:
-            OSError: ENOSPC, also from that function.
-        """
+        Raises OSError: ENOSPC, also from that function."""
         yield lambda count: None
 
     def add(self, rows: Blob) -> None:
@@ -46,11 +43,7 @@ UNLIMITED = Allowance()
 
 
 class NewRows:
-    """Rows that a request stores before it is known whether a job takes them.
-
-    Args:
-        allowance: what the request may write.
-    """
+    """Rows that a request stores before it is known whether a job takes them."""
 
     def __init__(self, allowance: Allowance = UNLIMITED) -> None:
         self._allowance = allowance
@@ -135,11 +128,8 @@ def with_stored_parts(spec: JobSpec, planned: Sequence[PlannedParts], directory:
 
 
 def held_out_rows(dataset: DatasetRef, share: float) -> int:
-    """The number of rows that are held out: at least one, and one is trained on.
-
-    Raises:
-        InvalidRequest: there is only one row.
-    """
+    """The number of rows that are held out: at least one, and one is trained on. Raises InvalidRequest: there is only
+    one row."""
     if dataset.num_rows < 2:
         field = "training_config.data_config.train_split_percentage"
         raise InvalidRequest(field, share, f"dataset {dataset.dataset_id!r} has one row: nothing can be held out")
@@ -148,14 +138,11 @@ def held_out_rows(dataset: DatasetRef, share: float) -> int:
 
 def split_parts(dataset: DatasetRef, share: float, seed: int, put: Put = put_lines) -> tuple[DatasetRef, DatasetRef]:
     """Split the rows of a dataset and store both parts, in their order: for training, and held out for validation.
+    Raises InvalidRequest: there is only one row; OSError: the rows cannot be stored.
 
     Args:
         share: of the rows to train on, rounded; at least one row is held out, and one is trained on.
         seed: decides which rows are held out.
-
-    Raises:
-        InvalidRequest: there is only one row.
-        OSError: the rows cannot be stored.
     """
     count = held_out_rows(dataset, share)
     held_out = set(random.Random(seed).sample(range(dataset.num_rows), count))
@@ -189,15 +176,8 @@ def refuse_more_shards(dataset_id: str, shard: ShardSpec, rows: int) -> None:
 def stored_shard(
     dataset: DatasetRef, shard: ShardSpec, put: Callable[[Path, Iterable[bytes]], Blob] = put_lines
 ) -> DatasetRef:
-    """Store a part of a dataset beside it, with its rows in their order.
-
-    Args:
-        put: stores rows, as `put_lines` does.
-
-    Raises:
-        InvalidRequest: there are more parts than rows.
-        OSError: the part cannot be written.
-    """
+    """Store a part of a dataset beside it, with its rows in their order. Raises InvalidRequest: there are more parts
+    than rows; OSError: the part cannot be written. `put` stores rows, as `put_lines` does."""
     refuse_more_shards(dataset.dataset_id, shard, dataset.num_rows)
     with open(dataset.path, "rb") as file:
         lines = (line for number, line in enumerate(file) if number % shard.count == shard.index)

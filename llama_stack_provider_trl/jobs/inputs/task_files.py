@@ -47,11 +47,8 @@ _known: dict[Path, tuple[_Stamp, dict[str, Any] | None]] = {}
 
 
 def read_task_files(roots: Iterable[Path]) -> dict[str, TaskEntry]:
-    """The tasks, groups and tags of some directories, by name. A file that the library cannot read is left out.
-
-    Raises:
-        Unusable: they have too many files, or too many include each other.
-    """
+    """The tasks, groups and tags of some directories, by name. A file that the library cannot read is left out. Raises
+    Unusable: they have too many files, or too many include each other."""
     found: dict[str, TaskEntry] = {}
     merged: _Merged = {}
     files = 0

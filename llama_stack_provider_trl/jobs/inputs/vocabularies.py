@@ -35,16 +35,11 @@ def refuse_other_vocabularies(
     found: Sequence[ModelSource],
     hint: str,
 ) -> None:
-    """Refuse models that give a token another number than the first one does, or lack it, or have further ones.
+    """Refuse models that give a token another number than the first one does, or lack it, or have further ones. Raises
+    InvalidRequest: names the field, and both models; LimitReached: too many requests are checked.
 
     Args:
         named: the field that names each model, and its value.
-        found: what each of them is.
-        hint: what to do, in the message.
-
-    Raises:
-        InvalidRequest: names the field, and both models.
-        LimitReached: too many requests are checked.
     """
     directories = [find_model(os.environ, source.model, source.revision) for source in found]
     here = [(name, directory) for name, directory in zip(named, directories, strict=True) if directory is not None]

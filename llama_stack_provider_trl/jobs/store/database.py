@@ -261,13 +261,9 @@ class Database:
 
 
 def require_database(data_dir: Path) -> Path:
-    """The database of a data directory, of a release that this one reads.
-
-    Raises:
-        InvalidRequest: the directory has none.
-        StoreError: it cannot be read, or is of an earlier release: opening it would upgrade it under the processes that
-            use it.
-    """
+    """The database of a data directory, of a release that this one reads. Raises InvalidRequest: the directory has
+    none; StoreError: it cannot be read, or is of an earlier release: opening it would upgrade it under the processes
+    that use it."""
     database = DataDir(data_dir).database
     if not database.is_file():
         hint = f"it has no {database.name}: name the data directory of a service, or that of the inline provider."
@@ -288,11 +284,7 @@ def require_database(data_dir: Path) -> Path:
 def private_data_dir(data_dir: Path) -> None:
     """Create a data directory that no other user can enter. One that held other files before keeps its mode, and only
     the directories of the provider in it become private. What has the name of a file of ours and is none is set aside.
-
-    Raises:
-        OSError: it cannot be created.
-        StoreError: see `DataDir.prepare`.
-    """
+    Raises OSError: it cannot be created; StoreError: see `DataDir.prepare`."""
     DataDir(data_dir).prepare()
     if not data_dir.exists() or DataDir(data_dir).holds_only_ours:
         return private_directory(data_dir)

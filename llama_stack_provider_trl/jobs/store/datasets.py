@@ -74,7 +74,6 @@ class RowOwners:
         are removed with these. Returns whether they were removed.
 
         Args:
-            path: file of the rows.
             is_registered: whether another dataset has rows of a digest.
         """
         row = {"sha256": path.stem, "dataset_id": dataset_id}
@@ -104,11 +103,7 @@ class RowOwners:
 
 def count_rows(execute: Execute, owner: str, sizes: Mapping[str, int]) -> None:
     """Record rows that jobs of a token have, in the transaction that stores these jobs. Those that count for any token
-    count already.
-
-    Args:
-        sizes: digest -> bytes.
-    """
+    count already."""
     for sha256, num_bytes in sizes.items():
         row = {"sha256": sha256, "owner": owner, "bytes": num_bytes, "dataset_id": ""}
         if execute("select_owner_of_rows", row).fetchone() is None:
@@ -133,10 +128,7 @@ FIELD = "output.dataset_id"
 
 def refuse_promised_name(execute: Execute, spec: JobSpec) -> None:
     """Refuse a job that is to make a dataset which another one is to make, in the transaction that stores the job.
-
-    Raises:
-        InvalidRequest: names the other job.
-    """
+    Raises InvalidRequest: names the other job."""
     dataset_id = spec.does.made_dataset
     if dataset_id is not None and (maker := _maker(execute, dataset_id, spec.job_uuid)) is not None:
         hint = f"job {maker!r} is to make a dataset of this name: choose another one"
@@ -168,10 +160,7 @@ class NeedsFiles(Protocol):
 
 def use_rows(jobs: Iterable[NeedsFiles]) -> None:
     """Mark what jobs need as used: the last step of storing them, since the rows of a refused request are discarded.
-
-    Raises:
-        RowsRemoved: some of it is gone.
-    """
+    Raises RowsRemoved: some of it is gone."""
     for job in jobs:
         for path in job.needed:
             if not touched(path):

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
-from types import MappingProxyType
 
-from ...requests.trackers import TrackerChoice
 from ...specs.job import JobSpec
 from ..decisions.states import JobState
 from .database import Execute
 from .reader import digest_conflict
 from .records import UNSTORED, CheckpointRecord, JobRecord
-from .related.searches import NewTrial
 from .store import NewJob, Store
 
 
@@ -56,42 +52,12 @@ class Draft(Store):
             raise digest_conflict(job_uuid)
         return True
 
-    def add_job(
-        self,
-        spec: JobSpec,
-        request_digest: str,
-        warnings: Iterable[str] = (),
-        needed: Iterable[Path] = (),
-        created_by: str = "",
-        max_waiting: int | None = None,
-        trackers: Iterable[TrackerChoice] = (),
-        then: NewJob | None = None,
-        admit: Callable[[], object] = lambda: None,
-        counted: Mapping[str, int] = MappingProxyType({}),
-    ) -> bool:
-        """Note a job. Returns that it is new."""
-        new = NewJob(spec, request_digest, warnings, needed, trackers)
-        self._note(created_by, [new] if then is None else [new, then])
-        self._to_add.append(lambda execute: self._add_job(execute, new, created_by, max_waiting, then, admit, counted))
-        return True
-
-    def add_search(
-        self,
-        search: NewJob,
-        trials: Sequence[tuple[NewTrial, NewJob]],
-        created_by: str = "",
-        max_waiting: int | None = None,
-        counted: Mapping[str, int] = MappingProxyType({}),
-    ) -> bool:
-        """As `add_job`."""
-        self._note(created_by, [search, *(job for _, job in trials)])
-        self._to_add.append(lambda execute: self._add_search(execute, search, trials, created_by, max_waiting, counted))
-        return True
-
-    def _note(self, created_by: str, jobs: Iterable[NewJob]) -> None:
+    def _store(self, created_by: str, jobs: Sequence[NewJob], add: Callable[[Execute], bool]) -> bool:
         now = datetime.fromtimestamp(self._clock(), UTC)
         for job in jobs:
             record = JobRecord(
                 job.spec, JobState.scheduled, 0, 0, now, created_by=created_by, age=UNSTORED + len(self._jobs)
             )
             self._jobs[job.spec.job_uuid] = (record, job.request_digest)
+        self._to_add.append(add)
+        return True

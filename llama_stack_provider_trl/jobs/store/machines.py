@@ -13,7 +13,7 @@ from ..decisions.demands import Queued
 from ..decisions.pools import Allocation, AllocationState
 from .database import Database
 from .records import CredentialRecord, NodeMode, NodeRecord, NodeTaskRecord
-from .row_mapping import node_record, task_record
+from .row_mapping import record_of, task_record
 
 _REPLACED_SECONDS = 30.0
 """Seconds for which the credential of a node stays valid after its successor was used: requests with it may be in
@@ -24,11 +24,7 @@ _UNUSED_CREDENTIALS = 4
 
 
 class Nodes:
-    """The nodes of a job database. Every method may raise StoreError.
-
-    Args:
-        clock: seconds since the epoch.
-    """
+    """The nodes of a job database. Every method may raise StoreError."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
@@ -71,12 +67,12 @@ class Nodes:
 
     def all(self) -> Sequence[NodeRecord]:
         """All nodes in the order in which they first joined."""
-        return [node_record(row) for row in self._database.select("select_nodes", {})]
+        return [record_of(NodeRecord, row) for row in self._database.select("select_nodes", {})]
 
     def get(self, name: str) -> NodeRecord | None:
         """The node of this name; None: there is none."""
         rows = self._database.select("select_node", {"name": name})
-        return node_record(rows[0]) if rows else None
+        return record_of(NodeRecord, rows[0]) if rows else None
 
     def record_heartbeat(self, name: str) -> None:
         """Record that a node has sent a request now."""
@@ -190,11 +186,7 @@ KEPT_SECONDS = 31 * 24 * 3600.0
 
 
 class Allocations:
-    """The allocations of a job database. Every method may raise StoreError.
-
-    Args:
-        clock: seconds since the epoch.
-    """
+    """The allocations of a job database. Every method may raise StoreError."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database

@@ -37,13 +37,11 @@ from .records import (
     SamplesRecord,
 )
 from .row_mapping import (
-    attempt_record,
-    checkpoint_record,
     job_record,
     job_summary,
     listed_job,
     point_record,
-    rollout_record,
+    record_of,
     running_job,
     samples_record,
     waiting_job,
@@ -63,9 +61,6 @@ class JobReader:
     """Queries about jobs. Safe to share between threads.
 
     Every method may raise StoreError: the file cannot be opened or read.
-
-    Args:
-        clock: seconds since the epoch.
     """
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
@@ -100,11 +95,8 @@ class JobReader:
         return mentioned_digests(row["text"] for row in self.database.select("select_mentions", {}))
 
     def holds(self, job_uuid: str, request_digest: str) -> bool:
-        """Whether the same request was stored before.
-
-        Raises:
-            JobConflict: the job_uuid is taken by a job with another digest.
-        """
+        """Whether the same request was stored before. Raises JobConflict: the job_uuid is taken by a job with another
+        digest."""
         rows = self.database.select("request_digest", {"job_uuid": job_uuid})
         if rows and rows[0]["request_digest"] != request_digest:
             raise digest_conflict(job_uuid)
@@ -135,11 +127,8 @@ class JobReader:
     def page_of_names(
         self, after: str | None = None, states: Iterable[JobState] | None = None, limit: int | None = None
     ) -> Sequence[str]:
-        """The job_uuid of jobs younger than job `after` and in one of `states`, oldest first.
-
-        Raises:
-            JobNotFound: there is no job `after`.
-        """
+        """The job_uuid of jobs younger than job `after` and in one of `states`, oldest first. Raises JobNotFound: there
+        is no job `after`."""
         return [row["job_uuid"] for row in self._page("select_name_page", after, states, limit)]
 
     def newest(
@@ -149,14 +138,12 @@ class JobReader:
         limit: int | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> Sequence[str]:
-        """The job_uuid of jobs whose names begin with `prefix`, newest first.
+        """The job_uuid of jobs whose names begin with `prefix`, newest first. Raises JobNotFound: there is no job
+        `after`.
 
         Args:
             after: only jobs that are older than this one.
             metadata: pairs that the metadata of each job has.
-
-        Raises:
-            JobNotFound: there is no job `after`.
         """
         if not metadata:
             return [row["job_uuid"] for row in self._page("select_newest", after, None, limit, prefix=prefix)]
@@ -219,7 +206,6 @@ class JobReader:
         Running jobs come first, then those that wait, then paused ones, then those that have ended, the last one first.
 
         Args:
-            state: None: any.
             search: part of their names, of those of their models, or of their metadata as `name=value`, in any case (of
                 ASCII letters).
             owner: `created_by` of all; None: any.
@@ -309,7 +295,9 @@ class JobReader:
 
     def attempts(self, job_uuid: str) -> Sequence[AttemptRecord]:
         """Every attempt at a job, the first one first."""
-        return [attempt_record(row) for row in self.database.select("select_attempts", {"job_uuid": job_uuid})]
+        return [
+            record_of(AttemptRecord, row) for row in self.database.select("select_attempts", {"job_uuid": job_uuid})
+        ]
 
     def seconds_trained(self, job_uuid: str) -> float:
         """Seconds of training in all attempts that have ended."""
@@ -321,7 +309,7 @@ class JobReader:
         rows = self.database.select("select_checkpoints", {"job_uuid": job_uuid})
         if not rows:
             self.get(job_uuid)
-        return [checkpoint_record(row) for row in rows]
+        return [record_of(CheckpointRecord, row) for row in rows]
 
     def with_result(self, names: Iterable[str]) -> set[str]:
         """Those of some jobs that have a listed checkpoint `final`."""
@@ -439,7 +427,7 @@ def read_rollouts(jobs: JobReader, job_uuid: str, limit: int, offset: int) -> tu
     `offset`."""
     rows = jobs.database.select("select_rollouts", {"job_uuid": job_uuid, "limit": limit, "offset": offset})
     (count,) = jobs.database.select("count_rollouts", {"job_uuid": job_uuid})
-    return [rollout_record(row) for row in rows], count["sets"]
+    return [RolledOut.model_validate_json(row["answers"]) for row in rows], count["sets"]
 
 
 def read_warnings(jobs: JobReader, job_uuid: str) -> Sequence[tuple[int, str]]:

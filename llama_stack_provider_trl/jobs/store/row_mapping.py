@@ -38,14 +38,10 @@ from ..decisions.prediction import RunningJob, StepPace, WaitingJob
 from ..decisions.states import JobState
 from .monitoring.totals import CHECKPOINT, observed
 from .records import (
-    AttemptRecord,
-    CheckpointRecord,
-    ExportRecord,
     JobProgress,
     JobRecord,
     JobSummary,
     ListedJob,
-    NodeRecord,
     NodeTaskRecord,
     PointRecord,
     SamplesRecord,
@@ -121,7 +117,7 @@ def _point(event: Progress | Evaluated) -> dict[str, Any]:
 
 def job_record(row: sqlite3.Row) -> JobRecord:
     prepared = None if row["prepared"] is None else json.loads(row["prepared"])
-    return _record(
+    return record_of(
         JobRecord,
         row,
         spec=JobSpec.model_validate_json(row["spec"]),
@@ -132,13 +128,13 @@ def job_record(row: sqlite3.Row) -> JobRecord:
 
 
 def job_summary(row: sqlite3.Row) -> JobSummary:
-    return _record(JobSummary, row, progress=_position(row))
+    return record_of(JobSummary, row, progress=_position(row))
 
 
 def listed_job(row: sqlite3.Row) -> ListedJob:
     eta = None if row["step"] is None else _eta(row)
     metadata = json.loads(row["metadata"] or "{}")
-    return _record(
+    return record_of(
         ListedJob,
         row,
         progress=_position(row).model_copy(update={"loss": row["loss"], "eta_seconds": eta}),
@@ -183,27 +179,11 @@ def running_job(row: sqlite3.Row) -> RunningJob:
     return RunningJob(job.job_uuid, JobState(row["state"]), pace(row), job, row["attempt"], row["launched_at"])
 
 
-def checkpoint_record(row: sqlite3.Row) -> CheckpointRecord:
-    return _record(CheckpointRecord, row)
-
-
-def attempt_record(row: sqlite3.Row) -> AttemptRecord:
-    return _record(AttemptRecord, row)
-
-
-def node_record(row: sqlite3.Row) -> NodeRecord:
-    return _record(NodeRecord, row)
-
-
 def task_record(row: sqlite3.Row) -> NodeTaskRecord:
     run_dir = Path(row["run_dir"]) if "run_dir" in row.keys() else None  # noqa: SIM118, a row has no `in` for its columns
-    return _record(
+    return record_of(
         NodeTaskRecord, row, places=tuple(row["places"].split(",")), order=row["task_order"], run_dir=run_dir
     )
-
-
-def export_record(row: sqlite3.Row) -> ExportRecord:
-    return _record(ExportRecord, row)
 
 
 def point_record(row: sqlite3.Row) -> PointRecord:
@@ -213,10 +193,6 @@ def point_record(row: sqlite3.Row) -> PointRecord:
 def samples_record(row: sqlite3.Row) -> SamplesRecord:
     answers = tuple(Answer.model_validate(answer) for answer in json.loads(row["answers"]))
     return SamplesRecord(row["kind"], row["step"], row["epoch"], _utc(row["time"]), answers)
-
-
-def rollout_record(row: sqlite3.Row) -> RolledOut:
-    return RolledOut.model_validate_json(row["answers"])
 
 
 def _utc(seconds: float) -> datetime:
@@ -236,7 +212,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
 """Column -> what makes a record's value of its own, which is not NULL; the value of every other column is its own."""
 
 
-def _record[Record](kind: type[Record], row: sqlite3.Row, **given: Any) -> Record:
+def record_of[Record](kind: type[Record], row: sqlite3.Row, **given: Any) -> Record:
     """A record whose fields are the columns of a row of their names, but for those that are given."""
     for name, decode in _columns(kind):  # type: ignore[arg-type]  # mypy takes a type for unhashable
         if name not in given:

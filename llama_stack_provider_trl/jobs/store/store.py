@@ -9,12 +9,13 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ...errors import JobConflict, LimitReached
+from ...errors import DamagedRecord, JobConflict, JobNotFound, LimitReached, StoreError, shortage_of
 from ...requests.trackers import TrackerChoice
 from ...specs.events import Event, Reason
 from ...specs.job import JobSpec
@@ -30,7 +31,7 @@ from .monitoring.totals import WAIT, Totals, observed
 from .monitoring.webhooks import Webhooks
 from .reader import JobReader, QueueAhead, digest_conflict, mentioned_digests
 from .records import CheckpointRecord, JobRecord
-from .related.cancels import CancelOrders, record_kept, request_cancel
+from .related.cancels import CancelOrder, CancelOrders
 from .related.chains import Chains, insert_predecessors
 from .related.searches import NewTrial, Searches, insert_trial, refuse_names_to_come
 from .row_mapping import statements
@@ -65,9 +66,6 @@ class Store(JobReader):
     between threads.
 
     Every method may raise StoreError: the file cannot be opened, read or written.
-
-    Args:
-        clock: seconds since the epoch.
 
     Attributes:
         nodes: the machines that have joined.
@@ -113,20 +111,15 @@ class Store(JobReader):
         admit: Callable[[], object] = lambda: None,
         counted: Mapping[str, int] = MappingProxyType({}),
     ) -> bool:
-        """Queue a job. A repeated POST with the same digest changes nothing.
+        """Queue a job. A repeated POST with the same digest changes nothing. Returns whether the job is new.
 
         Args:
             needed: rows that it trains on and the checkpoint that it begins with. They must still exist; none is
                 removed in the meantime.
-            created_by: name of the caller's token.
             max_waiting: limit for the waiting jobs of `created_by`, this one included; None: any number.
-            trackers: get its points.
             then: a job that comes after it, queued with it or not at all.
             admit: called in the transaction if the job is new. What it raises refuses the job. It must be quick.
             counted: digest -> bytes of the rows that count for `created_by` with it.
-
-        Returns:
-            Whether the job is new.
 
         Raises:
             InvalidRequest: a job that it comes after does not exist, or can never complete; another job is to make the
@@ -136,30 +129,20 @@ class Store(JobReader):
             LimitReached: `created_by` has `max_waiting` waiting jobs.
             StoreError: some of `needed` are gone.
         """
-        new = NewJob(spec, request_digest, warnings, needed, trackers)
-        with self.database.transaction() as execute:
-            return self._add_job(execute, new, created_by, max_waiting, then, admit, counted)
+        jobs = [NewJob(spec, request_digest, warnings, needed, trackers), *([] if then is None else [then])]
 
-    def _add_job(
-        self,
-        execute: Execute,
-        new: NewJob,
-        created_by: str,
-        max_waiting: int | None,
-        then: NewJob | None,
-        admit: Callable[[], object],
-        counted: Mapping[str, int],
-    ) -> bool:
-        refuse_names_to_come(execute, [new.spec.job_uuid, *([] if then is None else [then.spec.job_uuid])])
-        created = self._add(execute, new, created_by, max_waiting)
-        if created:
+        def add(execute: Execute) -> bool:
+            refuse_names_to_come(execute, [job.spec.job_uuid for job in jobs])
+            if not self._add(execute, jobs[0], created_by, max_waiting):
+                return False
             admit()
-        if created and then is not None and not self._add(execute, then, created_by, max_waiting):
-            raise digest_conflict(then.spec.job_uuid)
-        if created:
-            use_rows([new, *([] if then is None else [then])])
+            if then is not None and not self._add(execute, then, created_by, max_waiting):
+                raise digest_conflict(then.spec.job_uuid)
+            use_rows(jobs)
             count_rows(execute, created_by, counted)
-        return created
+            return True
+
+        return self._store(created_by, jobs, add)
 
     def add_search(
         self,
@@ -170,40 +153,33 @@ class Store(JobReader):
         counted: Mapping[str, int] = MappingProxyType({}),
     ) -> bool:
         """Store a search and queue its trials, all or none of them. As `add_job`."""
-        with self.database.transaction() as execute:
-            return self._add_search(execute, search, trials, created_by, max_waiting, counted)
+        jobs = [search, *(job for _, job in trials)]
 
-    def _add_search(
-        self,
-        execute: Execute,
-        search: NewJob,
-        trials: Sequence[tuple[NewTrial, NewJob]],
-        created_by: str,
-        max_waiting: int | None,
-        counted: Mapping[str, int],
-    ) -> bool:
-        refuse_names_to_come(execute, [search.spec.job_uuid])
-        if not self._add(execute, search, created_by, None):
-            return False
-        execute("start_search", {"job_uuid": search.spec.job_uuid, "now": self._clock()})
-        for new, job in trials:
-            if not self._add(execute, job, created_by, max_waiting):
-                raise digest_conflict(job.spec.job_uuid)
-            insert_trial(execute, search.spec, job.spec, new)
-        use_rows([search, *(job for _, job in trials)])
-        count_rows(execute, created_by, counted)
-        return True
+        def add(execute: Execute) -> bool:
+            refuse_names_to_come(execute, [search.spec.job_uuid])
+            if not self._add(execute, search, created_by, None):
+                return False
+            execute("start_search", {"job_uuid": search.spec.job_uuid, "now": self._clock()})
+            for new, job in trials:
+                if not self._add(execute, job, created_by, max_waiting):
+                    raise digest_conflict(job.spec.job_uuid)
+                insert_trial(execute, search.spec, job.spec, new)
+            use_rows(jobs)
+            count_rows(execute, created_by, counted)
+            return True
+
+        return self._store(created_by, jobs, add)
+
+    def _store(self, created_by: str, jobs: Sequence[NewJob], add: Callable[[Execute], bool]) -> bool:
+        """Store jobs of a token in one transaction, as `add` does. Returns whether they are new."""
+        with self.database.transaction() as execute:
+            return add(execute)
 
     def add_trials(self, search: JobRecord, trials: Sequence[tuple[NewTrial, NewJob]]) -> bool:
         """Queue further trials of a search, all or none of them. They count as waiting jobs of its owner, without a
-        limit: one of their number was allowed when the search was stored.
-
-        Returns:
-            False, and nothing changes, if the search is not in progress, or has these trials.
-
-        Raises:
-            InvalidRequest, JobConflict, StoreError: as `add_job`.
-        """
+        limit: one of their number was allowed when the search was stored. Raises InvalidRequest, JobConflict,
+        StoreError: as `add_job`. Returns False, and nothing changes, if the search is not in progress, or has these
+        trials."""
         with self.database.transaction() as execute:
             found = execute("count_trials", {"job_uuid": search.job_uuid}).fetchone()["trials"]
             if found != trials[0][0].number - 1:
@@ -262,14 +238,10 @@ class Store(JobReader):
 
     def delete(self, job_uuid: str, set_aside: Callable[[JobRecord], object] = lambda job: None) -> JobRecord:
         """Delete the record of a job that has ended and return it; of a search, those of its trials too. The caller
-        removes the files.
+        removes the files. Raises JobNotFound; JobConflict: the job has not ended, or others wait for it.
 
         Args:
             set_aside: renames the files of each of these jobs before its name is free for another. It must be quick.
-
-        Raises:
-            JobNotFound.
-            JobConflict: the job has not ended, or others wait for it.
         """
         with self.database.transaction() as execute:
             job = self.get(job_uuid)  # the connection is this thread's: as the transaction sees it
@@ -289,14 +261,11 @@ class Store(JobReader):
         return job
 
     def delete_results(self, job_uuid: str, set_aside: Callable[[JobRecord], object] = lambda job: None) -> JobRecord:
-        """Forget the checkpoints of a job that has ended, and return it. The caller removes the files.
+        """Forget the checkpoints of a job that has ended, and return it. The caller removes the files. Raises
+        JobNotFound; JobConflict: the job has not ended, or others wait for it.
 
         Args:
             set_aside: renames the directory of the checkpoints. It must be quick.
-
-        Raises:
-            JobNotFound.
-            JobConflict: the job has not ended, or others wait for it.
         """
         with self.database.transaction() as execute:
             job = self.get(job_uuid)
@@ -326,30 +295,57 @@ class Store(JobReader):
         """Record a cancel: the job becomes `cancelled` if it waits and `cancelling` if it runs.
 
         While the database cannot be written, the cancel is kept in a file, and its supervisor ends the job all the
-        same.
+        same. Raises JobNotFound; JobConflict: the job has completed or failed; StoreError: the cancel is in the memory
+        of this process only.
 
         Args:
             message: the reason, where the user has not requested it.
-
-        Raises:
-            JobNotFound.
-            JobConflict: the job has completed or failed.
-            StoreError: the cancel is in the memory of this process only.
         """
-        return request_cancel(self, job_uuid, message)
+        try:
+            return self._record_cancel(job_uuid, message)
+        except StoreError as error:
+            if shortage_of(error) is None:
+                raise
+            return self._keep_cancel(job_uuid, message, error)
 
     def record_kept_cancels(self) -> None:
         """Record the cancels that the database could not record before. Raises StoreError: it still cannot."""
-        record_kept(self)
+        for order in self.cancels.pending():
+            try:
+                with suppress(JobNotFound, JobConflict):
+                    if self.get(order.job_uuid).age == order.age:
+                        self._record_cancel(order.job_uuid, order.message)
+            except DamagedRecord:
+                continue  # logged; it holds up no other job, and its cancel stays in case it is repaired
+            self.cancels.remove(order)
+
+    def _record_cancel(self, job_uuid: str, message: str) -> JobRecord:
+        while True:
+            job = self.get(job_uuid)
+            if job.state in (JobState.cancelling, JobState.cancelled):
+                return job
+            if job.state in TERMINAL:
+                raise JobConflict(
+                    f"job {job_uuid!r} is {job.state} already: only a job that has not ended can be cancelled"
+                )
+            target = JobState.cancelling if job.state in ACTIVE else JobState.cancelled
+            # Not applied if the job has changed its state in the meantime: read it again.
+            self.transition(job_uuid, job.attempt, job.state, target, None, message)
+
+    def _keep_cancel(self, job_uuid: str, message: str, error: StoreError) -> JobRecord:
+        job = self.get(job_uuid)
+        if job.state in TERMINAL:
+            raise error
+        if not self.cancels.add(CancelOrder(job_uuid, job.age, message)):
+            raise StoreError(
+                f"the cancel of job {job_uuid!r} is in memory only ({error}): its training is being ended, but the "
+                "next start would begin it again; repeat the cancel when the disk can be written"
+            ) from error
+        return replace(job, state=JobState.cancelling if job.state in ACTIVE else JobState.cancelled)
 
     def request_pause(self, job_uuid: str) -> JobRecord:
         """Record a pause: the job becomes `paused` if it waits, and `pausing`, to save and release its device, if it
-        runs.
-
-        Raises:
-            JobNotFound.
-            JobConflict: the job has ended, or is about to.
-        """
+        runs. Raises JobNotFound; JobConflict: the job has ended, or is about to."""
         while True:
             job = self.get(job_uuid)
             if job.state in (JobState.pausing, JobState.paused):
@@ -364,12 +360,8 @@ class Store(JobReader):
             self.transition(job_uuid, job.attempt, job.state, target)
 
     def request_resume(self, job_uuid: str) -> JobRecord:
-        """Queue a paused job again; a job that was not paused does not change.
-
-        Raises:
-            JobNotFound.
-            JobConflict: the job has ended, or has not finished pausing.
-        """
+        """Queue a paused job again; a job that was not paused does not change. Raises JobNotFound; JobConflict: the job
+        has ended, or has not finished pausing."""
         while True:
             job = self.get(job_uuid)
             if job.state is JobState.pausing:
@@ -407,14 +399,12 @@ class Store(JobReader):
         return moved
 
     def retry(self, job: JobRecord, reason: Reason | None, message: str, wait: float, *, counts: bool = True) -> bool:
-        """Queue a job again whose attempt has ended, with a start in `wait` seconds at the earliest.
+        """Queue a job again whose attempt has ended, with a start in `wait` seconds at the earliest. Returns whether
+        the job was still in this state and attempt.
 
         Args:
             reason: None: it did not fail, its node is being drained.
             counts: as one of the job's `retries`.
-
-        Returns:
-            Whether the job was still in this state and attempt.
         """
         now = self._clock()
         first_line = message.partition("\n")[0]
@@ -431,14 +421,12 @@ class Store(JobReader):
         return moved
 
     def correct_waits(self, back: float, longest: float) -> int:
-        """Have waiting jobs wait no longer than they were to, after the clock was set back.
+        """Have waiting jobs wait no longer than they were to, after the clock was set back. Returns the number of jobs
+        whose times have changed.
 
         Args:
             back: seconds by which it was set back, as far as they are known.
             longest: seconds that a job waits at most before its next attempt.
-
-        Returns:
-            The number of jobs whose times have changed.
         """
         row = {"back": back, "longest": longest, "now": self._clock()}
         with self.database.transaction() as execute:
@@ -498,11 +486,8 @@ class Store(JobReader):
                 execute("change_waiting", row)
 
     def apply_events(self, job_uuid: str, attempt: int, events: Sequence[Event], new_offset: int) -> bool:
-        """Store events and the cursor behind them in one transaction; a repeated event counts once.
-
-        Returns:
-            False, and nothing changes, if the attempt is not the current one or the events are stored already.
-        """
+        """Store events and the cursor behind them in one transaction; a repeated event counts once. Returns False, and
+        nothing changes, if the attempt is not the current one or the events are stored already."""
         key = {"job_uuid": job_uuid, "attempt": attempt}
         with self.database.transaction() as execute:
             applied = execute("advance_cursor", {**key, "offset": new_offset}).rowcount == 1

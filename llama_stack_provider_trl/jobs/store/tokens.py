@@ -54,11 +54,7 @@ class TokenRecord:
 
 
 class Tokens:
-    """The created tokens of a job database. Every method may raise StoreError.
-
-    Args:
-        clock: seconds since the epoch.
-    """
+    """The created tokens of a job database. Every method may raise StoreError."""
 
     def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
         self._store = store

@@ -86,15 +86,10 @@ class Attempts:
         return self._store.launch(job.job_uuid, attempt, device, run_dir, resume_point(self._store, job))
 
     def start(self, job: JobRecord, task: TaskSpec) -> None:
-        """Start the task of a recorded attempt. May be repeated.
-
-        Raises:
-            InvalidRequest: a checkpoint of another job that it reads is damaged or gone.
-            InvalidRows: the rows that another job has made are gone.
-            JobFailure: evaluations have not found what the job asks for, or its export may not be sent there any more.
-            JobConflict: the job's checkpoint directory belongs to another data directory.
-            OSError: nothing was started.
-        """
+        """Start the task of a recorded attempt. May be repeated. Raises InvalidRequest: a checkpoint of another job
+        that it reads is damaged or gone; InvalidRows: the rows that another job has made are gone; JobFailure:
+        evaluations have not found what the job asks for, or its export may not be sent there any more; JobConflict: the
+        job's checkpoint directory belongs to another data directory; OSError: nothing was started."""
         check_checkpoints(job.spec)
         self.check_destination(job.spec)
         spec = with_found_measures(job.spec, self._store)

@@ -113,7 +113,6 @@ class Proposals:
     Args:
         settings: later trials are resolved with them.
         start: has a question answered, without waiting for that.
-        clock: seconds that never run backwards.
         begin: has a function called, without waiting for that.
     """
 
@@ -134,13 +133,11 @@ class Proposals:
         """Searches whose lack of descriptors or memory was logged."""
 
     def tend(self, name: str, search: SearchSpec, trials: Sequence[Trial], generation: Generation) -> Ending | None:
-        """Store the trials of a generation once they are known, without waiting for that.
+        """Store the trials of a generation once they are known, without waiting for that. Returns how the search ends,
+        where its next trials cannot be made; else None.
 
         Args:
             trials: all earlier ones, which have ended.
-
-        Returns:
-            How the search ends, where its next trials cannot be made; else None.
         """
         try:
             resolving = self._resolving.get(name)
@@ -187,11 +184,8 @@ class Proposals:
     def _begin_resolving(
         self, name: str, search: SearchSpec, trials: Sequence[Trial], generation: Generation
     ) -> _Resolving | None:
-        """Have the next trials resolved; None: they are not known yet, or enough others are resolved now.
-
-        Raises:
-            InvalidRequest, ProposerFailed, OSError.
-        """
+        """Have the next trials resolved; None: they are not known yet, or enough others are resolved now. Raises
+        InvalidRequest, ProposerFailed, OSError."""
         self._resolving.pop(name, None)
         if not self._has_place():
             return None

@@ -28,18 +28,13 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def remove_unused_rows(directory: Path, store: Store, retention: float | None) -> list[str]:
-    """Remove the rows that no job and no registered dataset refers to and that were not touched for a while.
+    """Remove the rows that no job and no registered dataset refers to and that were not touched for a while. Raises
+    StoreError: the database cannot be read: nothing is removed then; OSError: a file cannot be read or removed. Returns
+    the digests of what was removed.
 
     Args:
         directory: `<data_dir>/datasets`.
         retention: seconds for which unused rows are kept; None: forever.
-
-    Returns:
-        The digests of what was removed.
-
-    Raises:
-        StoreError: the database cannot be read: nothing is removed then.
-        OSError: a file cannot be read or removed.
     """
     for path in directory.glob(".*"):
         if _TEMPORARY.fullmatch(path.name) and _seconds_untouched(path) > ABANDONED:

@@ -14,10 +14,8 @@ _NAMED = 3
 def refuse_lost_jobs(store: Store, data_dir: Path) -> None:
     """Return if the database of a data directory knows a job, or there is nothing to know. Closes it otherwise.
 
-    A database that was removed, or is not the one of this directory, would begin again, without a word.
-
-    Raises:
-        StoreError: it has no job, and the directory has directories of jobs.
+    A database that was removed, or is not the one of this directory, would begin again, without a word. Raises
+    StoreError: it has no job, and the directory has directories of jobs.
     """
     if not sum(store.count().values()) and (lost := lost_jobs(data_dir)) is not None:
         store.close()

@@ -21,14 +21,7 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 class ProposerProcess:
     """A proposer at work. Its files have no names, and it ends by itself: a kill of this process leaves nothing of it.
-
-    Args:
-        question: on its standard input.
-        seconds: after these it is ended.
-
-    Raises:
-        OSError: it cannot be started.
-    """
+    Raises OSError: it cannot be started."""
 
     def __init__(self, question: bytes, program: Sequence[str] = PROGRAM, seconds: float = SECONDS) -> None:
         self._answer, self._errors = TemporaryFile(), TemporaryFile()  # noqa: SIM115 - closed by `end`

@@ -105,14 +105,11 @@ class Retries:
 
 
 def backoff(reason: Reason, tries: int, first: float | None = None) -> float | None:
-    """Seconds to wait before the next try.
+    """Seconds to wait before the next try. Returns None where a retry cannot succeed.
 
     Args:
         tries: retries of the job so far.
         first: the wait before the first retry; None: that of the reason.
-
-    Returns:
-        None where a retry cannot succeed.
     """
     usual = REASONS[reason].backoff
     return None if usual is None else min((first or usual) * 2.0 ** min(tries, 20), LONGEST_BACKOFF)

@@ -141,11 +141,8 @@ class Supervisor:
         return self._lock.held
 
     def start(self) -> None:
-        """Supervise in a daemon thread from now on. Has no effect if the thread runs.
-
-        Raises:
-            OSError: the data directory cannot be written.
-        """
+        """Supervise in a daemon thread from now on. Has no effect if the thread runs. Raises OSError: the data
+        directory cannot be written."""
         if self._thread is None:
             private_data_dir(self._data_dir)
             self._store.cancels.prepare()

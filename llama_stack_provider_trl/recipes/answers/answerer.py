@@ -32,11 +32,8 @@ class Answered(NamedTuple):
 
 
 class Answerer(ABC):
-    """A model that answers prompts in batches. A context manager, which releases the model at its end.
-
-    Raises:
-        JobFailure: the model, or a prompt, cannot be used.
-    """
+    """A model that answers prompts in batches. A context manager, which releases the model at its end. Raises
+    JobFailure: the model, or a prompt, cannot be used."""
 
     ends: Sequence[int]
     """Tokens that end an answer."""
@@ -94,7 +91,6 @@ class Answerer(ABC):
         """Answer prompts together. There may be none.
 
         Args:
-            sources: the random numbers of each.
             on_token: called while the batch is computed, as it advances.
         """
         if not prompts:

@@ -30,11 +30,8 @@ from .generate import AnswerFile, Questions, answer_all, begin, open_answers
 
 def check_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
     """Answer the prompts that earlier attempts have not, have the answers judged, and report the shares that pass.
-
-    Raises:
-        JobFailure, InvalidRows: a failure that the user can correct; any other exception is a bug or a limit of the
-            machine.
-    """
+    Raises JobFailure, InvalidRows: a failure that the user can correct; any other exception is a bug or a limit of the
+    machine."""
     with replicas(attempt, writer) as (team, events):
         _check(attempt, events, team)
 

@@ -81,14 +81,11 @@ class AnswerFile:
         return [range(min(begin, total), min(begin + size, total)) for begin in begins]
 
     def add(self, lines: list[dict[str, Any]], found: list[Answered]) -> list[Answered]:
-        """Write the batch of each rank, and return when all are on the disk. A collective.
+        """Write the batch of each rank, and return when all are on the disk. A collective. Returns what the models of
+        all ranks have answered.
 
         Args:
             lines: of this rank's batch.
-            found: what its model has answered.
-
-        Returns:
-            What the models of all ranks have answered.
         """
         batches = self._team.gather((lines, found))
         for batch, _ in batches:
@@ -125,11 +122,8 @@ class AnswerFile:
 
 
 def generate_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
-    """Answer the prompts that earlier attempts have not, and make a dataset of all answers.
-
-    Raises:
-        JobFailure: a failure that the user can correct; any other exception is a bug or a limit of the machine.
-    """
+    """Answer the prompts that earlier attempts have not, and make a dataset of all answers. Raises JobFailure: a
+    failure that the user can correct; any other exception is a bug or a limit of the machine."""
     with replicas(attempt, writer) as (team, events):
         _generate(attempt, events, team)
 
@@ -179,16 +173,10 @@ def answer_all(
     team: Replicas = ALONE,
 ) -> bool:
     """Answer the questions that earlier attempts have not. A collective. The model is released when this returns, and
-    not loaded where there is none.
+    not loaded where there is none. Raises JobFailure: as `generate_attempt`. Returns False: the attempt is paused.
 
     Args:
         more: steps of the job after the answers: those that are done, and all.
-
-    Returns:
-        False: the attempt is paused.
-
-    Raises:
-        JobFailure: as `generate_attempt`.
     """
     spec, rows = attempt.job, len(questions.prompts)
     total = rows * work.samples_per_prompt
@@ -240,11 +228,7 @@ def pauses(attempt: AttemptSpec, writer: EventWriter, step: int, team: Replicas)
 
 def _check_recorded(answers: AnswerFile, questions: Questions, samples: int) -> None:
     """Refuse answers of earlier attempts that belong to other prompts, or have another place than theirs. Raises
-    JobFailure: names the row.
-
-    Args:
-        samples: answers of each prompt.
-    """
+    JobFailure: names the row."""
     number, lines = 0, answers.lines()
     todo = "Another program has changed the file: remove it, and submit the job again under another job_uuid"
     try:
@@ -333,11 +317,7 @@ def report_steps(done: int, total: int, metrics: dict[str, float], writer: Event
 
 
 def _make_dataset(spec: JobSpec, answers: AnswerFile, writer: EventWriter) -> dict[str, Any]:
-    """Write the answers as rows to train on; returns the result of the job.
-
-    Raises:
-        JobFailure: no answer has text.
-    """
+    """Write the answers as rows to train on; returns the result of the job. Raises JobFailure: no answer has text."""
     blank = incomplete = tokens = 0
 
     def rows() -> Iterator[bytes]:

@@ -81,11 +81,8 @@ def bytes_needed(model: PreTrainedModel | PeftModel, spec: JobSpec, kind: Kind) 
 def take_sample(
     model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, device: torch.device, spec: JobSpec
 ) -> Sample:
-    """Compute the trained model's logits for a few tokens. A collective under FSDP2.
-
-    Raises:
-        JobFailure: diverged, where they are not finite: the last step ruined the model.
-    """
+    """Compute the trained model's logits for a few tokens. A collective under FSDP2. Raises JobFailure: diverged, where
+    they are not finite: the last step ruined the model."""
     embeddings = model.get_input_embeddings().weight.shape[0]
     ids = [token for token in tokenizer(SAMPLE)["input_ids"] if token < embeddings]
     sample = torch.tensor(ids[: min(_SAMPLE_TOKENS, spec.data.max_seq_length)] or [0, 0])[None]
@@ -117,16 +114,12 @@ def export(
 
     `final` is the model, under LoRA the adapter alone; `merged` the model with the adapter merged into its weights.
     With `dtype` bf16 or fp16 a whole model is written in it, half the size of the fp32 weights it was trained in; and
-    `merged` in that of its base model (`export_dtype`).
+    `merged` in that of its base model (`export_dtype`). Returns on rank 0 what was written, None on the others.
 
     Args:
-        sample: of `model`, for the comparison.
         heartbeat: called after every unit of work.
         fencing_token: None: no other attempt writes there.
         require_space: raises where so many bytes do not fit; None: `need_space`.
-
-    Returns:
-        On rank 0 what was written, None on the others.
 
     Raises:
         JobFailure: export_failed, naming the check that failed and what differed; node_lost, where the fencing token

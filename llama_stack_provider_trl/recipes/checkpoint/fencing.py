@@ -18,7 +18,6 @@ class FencingToken:
     has received its job. The token file on that disk names the attempt that may write.
 
     Args:
-        task_id: of this attempt.
         path: the token file, `AttemptSpec.turn`; None: no other attempt can write there.
     """
 
@@ -34,11 +33,7 @@ class FencingToken:
         return name if self.path is None else f"{name}.{self.task_id.rpartition('-')[2]}.tmp"
 
     def check(self) -> None:
-        """Return if this attempt may write.
-
-        Raises:
-            JobFailure: node_lost, where the token names another attempt.
-        """
+        """Return if this attempt may write. Raises JobFailure: node_lost, where the token names another attempt."""
         if self.path is None:
             return
         try:

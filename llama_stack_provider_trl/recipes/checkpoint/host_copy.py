@@ -30,10 +30,7 @@ class HostCopy:
     @torch.no_grad()
     def take(self, files: Files) -> dict[str, dict[str, torch.Tensor]]:
         """The same tensors with copied values, of sharded ones this rank's rows. Their values last until the next call.
-
-        Raises:
-            RuntimeError: there is not as much memory.
-        """
+        Raises RuntimeError: there is not as much memory."""
         size = sum(_space(_rows(tensor)) for tensors in files.values() for tensor in tensors.values())
         block, start = self._reserve(size), 0
         copied: dict[str, dict[str, torch.Tensor]] = {}

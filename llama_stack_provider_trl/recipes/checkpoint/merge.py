@@ -43,14 +43,9 @@ _FIRST = "merge it into its base first (trl-remote adapter merge DIR -o MODEL)"
 
 
 def merge(spec: MergeSpec) -> dict[str, Any]:
-    """Write the merge of `spec.inputs` to `spec.output`, which appears when it is complete.
-
-    Returns:
-        `kind` (model or adapter), `tensors` and `parameters` of the result.
-
-    Raises:
-        JobFailure: invalid_request or invalid_model, before anything is written; disk_full.
-    """
+    """Write the merge of `spec.inputs` to `spec.output`, which appears when it is complete. Returns `kind` (model or
+    adapter), `tensors` and `parameters` of the result. Raises JobFailure: invalid_request or invalid_model, before
+    anything is written; disk_full."""
     if spec.output.exists():
         raise _refusal(f"{spec.output} exists: name a new directory")
     with ExitStack() as stack:

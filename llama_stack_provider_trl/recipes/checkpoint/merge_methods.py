@@ -93,12 +93,7 @@ def slerp_weights(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], scales: Sequence[float], share: float
 ) -> list[float]:
     """The weights of two adapters' changes B A whose sum is the point at `share` of the way along the arc between
-    these. The changes, each as large as a weight of the model, are not computed.
-
-    Args:
-        pairs: as in `merged_adapter`.
-        scales: of the adapters.
-    """
+    these. The changes, each as large as a weight of the model, are not computed."""
     one, other = pairs
     norms = math.sqrt(_inner(one, one) * _inner(other, other))
     cosine = _inner(one, other) / norms * math.copysign(1.0, scales[0] * scales[1]) if norms > 0 else 1.0

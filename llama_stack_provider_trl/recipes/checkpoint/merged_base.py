@@ -27,12 +27,8 @@ def with_merged_base(
     spec: JobSpec, require_space: Callable[[int], None], heartbeat: Callable[[], None] = lambda: None
 ) -> JobSpec:
     """The job whose base model has the job's adapter merged in: `<checkpoint_dir>/merged-base`, written by rank 0 in
-    the first attempt. Another job is returned unchanged. A collective.
-
-    Raises:
-        JobFailure: invalid_model, where the adapter does not fit the base model.
-        OSError: the disk is, or would be, full.
-    """
+    the first attempt. Another job is returned unchanged. A collective. Raises JobFailure: invalid_model, where the
+    adapter does not fit the base model; OSError: the disk is, or would be, full."""
     if spec.adapter is None or spec.adapter.use != "merge":
         return spec
     target = spec.checkpoint_dir / MERGED_BASE

@@ -92,11 +92,8 @@ def read_optimizer(checkpoint: Path, worker: int = 0) -> StoredOptimizer:
 
 
 def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, saved: StoredOptimizer, checkpoint: Path) -> None:
-    """Load a saved state into an optimizer, each rank its parts.
-
-    Raises:
-        JobFailure: invalid_request, where it is the state of another optimizer or of other weights, or malformed.
-    """
+    """Load a saved state into an optimizer, each rank its parts. Raises JobFailure: invalid_request, where it is the
+    state of another optimizer or of other weights, or malformed."""
     names = _names(model)
     with reading(checkpoint):
         ours = [[names[id(weight)] for weight in group["params"]] for group in optimizer.param_groups]
@@ -123,11 +120,8 @@ def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, saved: Sto
 
 
 def read_momentum(momentum: Mapping[str, torch.Tensor], checkpoint: Path) -> None:
-    """Read the momentum of periodic averaging, each rank its parts; a checkpoint of another job may have none.
-
-    Raises:
-        JobFailure: invalid_request, where it is that of other weights, or malformed.
-    """
+    """Read the momentum of periodic averaging, each rank its parts; a checkpoint of another job may have none. Raises
+    JobFailure: invalid_request, where it is that of other weights, or malformed."""
     path = checkpoint / OUTER
     if path.exists():
         with reading(path):

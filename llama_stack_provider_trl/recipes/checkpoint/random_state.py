@@ -29,11 +29,8 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], device: torch.device) -> None:
-    """Set every generator to what `capture` returned; a GPU's only where the state has one.
-
-    Raises:
-        ValueError, KeyError, TypeError: it is not such a state.
-    """
+    """Set every generator to what `capture` returned; a GPU's only where the state has one. Raises ValueError,
+    KeyError, TypeError: it is not such a state."""
     version, values, gauss = state["python"]
     random.setstate((version, tuple(values), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]

@@ -53,11 +53,8 @@ class LocalRows(NamedTuple):
 
 
 def reserve(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write the header and reserve the space of the data. One rank calls it, then all ranks call `fill`.
-
-    Raises:
-        OSError: the disk is full.
-    """
+    """Write the header and reserve the space of the data. One rank calls it, then all ranks call `fill`. Raises
+    OSError: the disk is full."""
     layout = _layout(tensors)
     with open(path, "wb") as file:
         file.write(layout.header)
@@ -80,14 +77,11 @@ def fill(path: Path, parts: Iterator[tuple[int, torch.Tensor]]) -> None:
 
 
 def write(path: Path, tensors: Mapping[str, Outline], values: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Write a whole file, one tensor after the other, and fsync; only one tensor need be in memory.
+    """Write a whole file, one tensor after the other, and fsync; only one tensor need be in memory. Raises OSError: the
+    disk is full.
 
     Args:
-        tensors: shape and dtype of each.
         values: the values of each, in any order.
-
-    Raises:
-        OSError: the disk is full.
     """
     planned = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in tensors.items()}
     starts = _layout(planned).starts
@@ -108,17 +102,13 @@ def parts_of(
     for number, (name, tensor) in enumerate(sorted(tensors.items())):
         rows = rows_of(tensor)
         if rows.is_ours_to_write and (isinstance(tensor, DTensor) or number % writers == writer):
-            start = layout.starts[name] + rows.first * _row_bytes(tensor)
+            start = layout.starts[name] + rows.first * tensor.element_size() * math.prod(tensor.shape[1:])
             yield start, rows.values.contiguous().reshape(-1).view(torch.uint8)
 
 
 def outlines(path: Path) -> dict[str, Outline]:
-    """Shape and dtype of every tensor of a file; no values are read.
-
-    Raises:
-        KeyError: a dtype that `reserve` does not write.
-        SafetensorError: it is not a safetensors file.
-    """
+    """Shape and dtype of every tensor of a file; no values are read. Raises KeyError: a dtype that `reserve` does not
+    write; SafetensorError: it is not a safetensors file."""
     with safe_open(path, framework="pt") as file:
         found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - the file cannot be iterated
         return {name: Outline(torch.Size(one.get_shape()), _TORCH[one.get_dtype()]) for name, one in found.items()}
@@ -148,10 +138,7 @@ def read_from_first(
     path: Path, tensors: Mapping[str, torch.Tensor], broadcast: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     """Do what `read_into` does, from a file that only rank 0 can read. A collective; one tensor at a time is whole.
-
-    Args:
-        broadcast: gives a tensor in CPU memory rank 0's values.
-    """
+    `broadcast` gives a tensor in CPU memory rank 0's values."""
     is_first = dist.get_rank() == 0
     for name, tensor in sorted(tensors.items()):
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -187,10 +174,6 @@ def rows_of(tensor: torch.Tensor) -> LocalRows:
         place == 0 for place, placement in zip(coordinate, tensor.placements, strict=True) if placement == Replicate()
     )
     return LocalRows(tensor.detach().to_local(), offset[0] if offset else 0, is_first_copy)
-
-
-def _row_bytes(tensor: torch.Tensor) -> int:
-    return tensor.element_size() * math.prod(tensor.shape[1:])
 
 
 def _pwrite(fd: int, data: memoryview, offset: int) -> None:

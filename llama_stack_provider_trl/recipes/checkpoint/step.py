@@ -315,24 +315,19 @@ def weights_name(model: Model) -> str:
 
 
 def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path, worker: int = 0) -> None:
-    """Read the optimizer's state, each rank its parts.
+    """Read the optimizer's state, each rank its parts. Raises JobFailure: invalid_request, where the checkpoint is of
+    another optimizer or of other weights, or malformed.
 
     Args:
         worker: with periodic averaging, whose state.
-
-    Raises:
-        JobFailure: invalid_request, where the checkpoint is of another optimizer or of other weights, or malformed.
     """
     saved = optimizer_state.read_optimizer(checkpoint, worker)
     optimizer_state.restore(model, optimizer, saved, checkpoint)
 
 
 def load_state(checkpoint: Path, name: str) -> dict[str, Any] | None:
-    """A small state, such as the scheduler's, by the name of its JSON file; None: the checkpoint has none.
-
-    Raises:
-        JobFailure: invalid_request, where it is malformed.
-    """
+    """A small state, such as the scheduler's, by the name of its JSON file; None: the checkpoint has none. Raises
+    JobFailure: invalid_request, where it is malformed."""
     path = checkpoint / name
     with reading(path):
         return dict(json.loads(path.read_text())) if path.exists() else None
@@ -340,10 +335,7 @@ def load_state(checkpoint: Path, name: str) -> dict[str, Any] | None:
 
 def load_random(checkpoint: Path) -> dict[str, Any] | None:
     """This rank's random numbers, as `recipes.checkpoint.random_state` restores them; None: the checkpoint has none.
-
-    Raises:
-        JobFailure: invalid_request, where they are malformed.
-    """
+    Raises JobFailure: invalid_request, where they are malformed."""
     return load_state(checkpoint, _RANDOM.format(ranks.rank()))
 
 
@@ -365,14 +357,12 @@ def first_undamaged(
 ) -> Path | None:
     """The first undamaged checkpoint; damaged ones before it are set aside and reported.
 
-    A collective: every rank verifies some of the files.
+    A collective: every rank verifies some of the files. Raises JobFailure: rank_failed, where only another machine's
+    copy is damaged; that copy is set aside.
 
     Args:
         candidates: each machine's own paths of the same checkpoints.
         on_first_only: only rank 0's disk has them; otherwise every disk has its own copies, which are verified, too.
-
-    Raises:
-        JobFailure: rank_failed, where only another machine's copy is damaged; that copy is set aside.
     """
     for checkpoint in candidates:
         here = None if on_first_only and not disks.sees_first else _damage(checkpoint, disks)
@@ -402,14 +392,11 @@ def first_undamaged(
 def need_space(spec: JobSpec, num_bytes: int, uploads: Path | None = None, writer: EventWriter | None = None) -> None:
     """Return if `num_bytes` more leave `min_free_bytes` free on the disk of the checkpoints.
 
-    Waits while checkpoints are uploaded to the service, since the agent removes them here afterwards.
+    Waits while checkpoints are uploaded to the service, since the agent removes them here afterwards. Raises OSError:
+    as a full disk does.
 
     Args:
-        uploads: `RunDir.uploads`.
         writer: gets a warning before a wait.
-
-    Raises:
-        OSError: as a full disk does.
     """
     writer = writer or NullEventWriter()
     has_warned, patience = False, _UPLOAD_GRACE

@@ -90,16 +90,13 @@ def in_pieces(name: str, parts: Iterator[tuple[int, torch.Tensor]]) -> Iterator[
 def send_to_first(pieces: Iterator[Piece], names: Sequence[Sequence[str]], directory: Path, group: Any) -> None:
     """Write the parts of ranks on other disks into rank 0's files. A collective.
 
-    A rank that fails completes the exchange with the others, and raises then.
+    A rank that fails completes the exchange with the others, and raises then. Raises OSError: a file cannot be read, or
+    rank 0's disk is full.
 
     Args:
         pieces: what this rank sends; not consumed on a rank without names.
         names: by rank, the files of which it sends pieces.
-        directory: of rank 0's files.
         group: a gloo group that no other thread uses meanwhile.
-
-    Raises:
-        OSError: a file cannot be read, or rank 0's disk is full.
     """
     ours = names[ranks.rank()]
     if ranks.rank() == 0:

@@ -84,14 +84,11 @@ def write_weights(
     """Write a model's weights as `model.safetensors`, or as several files with their index. Every rank must call it.
 
     Names, tied weights (once) and conversions (experts of their own in the file, one tensor in the model) are those of
-    `save_pretrained` in transformers 5. Adapters are merged into their layers.
+    `save_pretrained` in transformers 5. Adapters are merged into their layers. Returns what the files must hold, by
+    name; on rank 0, empty on the others.
 
     Args:
         dtype: of the floating point weights in the files; what the architecture keeps in fp32 stays so.
-        heartbeat: called after every weight.
-
-    Returns:
-        What the files must hold, by name; on rank 0, empty on the others.
     """
     groups = WeightGroups(model, dtype)
     files = _Files(directory, groups.planned)
@@ -104,11 +101,7 @@ def write_weights(
 
 
 class WeightGroups:
-    """A model's weights as its files have them, in groups that are converted together.
-
-    Args:
-        dtype: as `write_weights`.
-    """
+    """A model's weights as its files have them, in groups that are converted together."""
 
     def __init__(self, model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> None:
         self._plain = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -120,11 +113,8 @@ class WeightGroups:
         """Tensors without data, by name."""
 
     def values(self, heartbeat: Callable[[], None] = lambda: None) -> Iterator[dict[str, torch.Tensor]]:
-        """The groups in CPU memory on rank 0, empty ones on the others. Every rank must iterate.
-
-        Args:
-            heartbeat: called after every weight.
-        """
+        """The groups in CPU memory on rank 0, empty ones on the others. Every rank must iterate. `heartbeat` is called
+        after every weight."""
         for names, planned in zip(self._names, self.planned, strict=True):
             weights = {name: self._sources[name].whole() for name in names}
             heartbeat()
@@ -160,7 +150,6 @@ def differences(
 
     Args:
         file: the file of all weights, where there is no index.
-        heartbeat: called after every weight.
     """
     wrong: list[str] = []
     try:

@@ -82,15 +82,8 @@ class TokenCache:
         self.directory, self._min_free_bytes, self._waiting = directory, min_free_bytes, waiting
 
     def get(self, key: str, columns: tuple[str, ...], write: Callable[[Add], dict[str, Any]]) -> CachedRows:
-        """The entry of a key.
-
-        Args:
-            write: called where there is none: adds the rows, and returns the notes.
-
-        Raises:
-            NotCached: the disk is full, or the directory cannot be used.
-            the exceptions of `write`.
-        """
+        """The entry of a key. Raises NotCached: the disk is full, or the directory cannot be used; the exceptions of
+        `write`. `write` is called where there is none: it adds the rows, and returns the notes."""
         return self._get(key, columns, partial(self._write, key, columns, write))
 
     def get_sharded(
@@ -138,14 +131,8 @@ class TokenCache:
     def write_shard(
         self, key: str, number: int, columns: tuple[str, ...], write: Callable[[Add], dict[str, Any]]
     ) -> None:
-        """Write a shard of an entry that another process, or this one, is writing.
-
-        Args:
-            write: adds the rows, and returns the shard's notes.
-
-        Raises:
-            NotCached, and the exceptions of `write`.
-        """
+        """Write a shard of an entry that another process, or this one, is writing. Raises NotCached, and the exceptions
+        of `write`. `write` adds the rows, and returns the shard's notes."""
         staging = self._staging(key)
         part = _shard(staging, number, f".{os.getpid()}.part")
         with self._own_disk():
@@ -250,11 +237,7 @@ class TokenCache:
             put_in_place(staging, self.directory / key)
 
     def check_space(self, size: int) -> None:
-        """Return if the disk has room for so many bytes.
-
-        Raises:
-            NotCached: it has less.
-        """
+        """Return if the disk has room for so many bytes. Raises NotCached: it has less."""
         with self._own_disk():
             if free_bytes(self.directory) < self._min_free_bytes + size:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -294,7 +277,6 @@ class Shards:
     """The shards of an entry that is being written, some of which a killed process may have completed.
 
     Args:
-        directory: where they are written.
         describe: shows others that wait for the entry how far it is.
     """
 
@@ -330,11 +312,7 @@ def _shard(directory: Path, number: int, ending: str) -> Path:
 
 
 def _mapped(path: Path, entry: dict[str, Any], columns: tuple[str, ...]) -> MemoryMappedTable:
-    """The rows of a file, mapped.
-
-    Raises:
-        OSError, pa.ArrowException, ValueError: it is not what was written.
-    """
+    """The rows of a file, mapped. Raises OSError, pa.ArrowException, ValueError: it is not what was written."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
     if size != entry["bytes"]:

@@ -99,7 +99,6 @@ class LostTurns(_LostRows):
         """What a user should know of them; None: there are none.
 
         Args:
-            total: rows that were read.
             owner: whose template it is, where it is not the trained model's.
             row: what a row is called with its number.
         """
@@ -144,28 +143,20 @@ class LostTexts(_LostRows):
 def refuse_lost_turns(
     dropped_turns: DroppedTurns, lost: Iterable[str], where: str = "", reason: Reason = Reason.invalid_dataset
 ) -> None:
-    """Fail a job that is not to lose turns.
+    """Fail a job that is not to lose turns. Raises JobFailure: there are such turns, and the job's `dropped_turns` is
+    refuse.
 
     Args:
         lost: what `LostTurns.message` and `LostTexts.message` have.
-        where: the beginning of the message.
-
-    Raises:
-        JobFailure: there are such turns, and the job's `dropped_turns` is refuse.
     """
     for message in lost if dropped_turns == "refuse" else ():
         raise JobFailure(reason, f"{where}{message}; with dropped_turns 'warn' the job trains without them")
 
 
 def ensure_chat_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Give a tokenizer without a chat template the default one.
-
-    Returns:
-        The warning to show, or None where the tokenizer had a template.
-
-    Raises:
-        JobFailure: `invalid_model` if there is no `eos_token` either: such a model could not learn to stop.
-    """
+    """Give a tokenizer without a chat template the default one. Raises JobFailure: `invalid_model` if there is no
+    `eos_token` either: such a model could not learn to stop. Returns the warning to show, or None where the tokenizer
+    had a template."""
     if tokenizer.chat_template:
         return None
     if tokenizer.eos_token is None:
@@ -178,11 +169,8 @@ def ensure_chat_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def check_chat_template(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Try the template that a job sets for its tokenizer.
-
-    Raises:
-        JobFailure: invalid_request, it is no Jinja; invalid_model, it takes more than the limits allow.
-    """
+    """Try the template that a job sets for its tokenizer. Raises JobFailure: invalid_request, it is no Jinja;
+    invalid_model, it takes more than the limits allow."""
     if spec.data.chat_template is None:
         return
     try:
@@ -202,11 +190,8 @@ def default_chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 class Chat:
-    """A tokenizer and its chat template, with counts of what the template changed.
-
-    Args:
-        images: reads the images of conversations; None: the model reads none.
-    """
+    """A tokenizer and its chat template, with counts of what the template changed. `images` reads the images of
+    conversations; None: the model reads none."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, images: Images | None = None) -> None:
         self.tokenizer, self.images = tokenizer, images
@@ -270,13 +255,11 @@ class Chat:
         add_generation_prompt: bool = False,
         trained_from: int | None = None,
     ) -> Rendered:
-        """As `render`, with the turns that the template does not write.
+        """As `render`, with the turns that the template does not write. Raises JobFailure: the template refuses the
+        conversation, or leaves out the answer.
 
         Args:
             trained_from: the first turn that is trained; None: none is.
-
-        Raises:
-            JobFailure: the template refuses the conversation, or leaves out the answer.
         """
         text = self.written(messages, row, add_generation_prompt=add_generation_prompt)
         unwritten = self.unwritten_turns(messages, text, add_generation_prompt)
@@ -293,11 +276,8 @@ class Chat:
         return Rendered(text, unwritten, partly)
 
     def written(self, messages: Sequence[Message], row: int, *, add_generation_prompt: bool = False) -> str:
-        """As `render`, without a look at what is written.
-
-        Raises:
-            JobFailure: the template refuses the conversation, or writes no tools.
-        """
+        """As `render`, without a look at what is written. Raises JobFailure: the template refuses the conversation, or
+        writes no tools."""
         self.template_warning = ensure_chat_template(self.tokenizer) or self.template_warning
         self.has_rendered = True
         self._refuse_tools(messages, row)

@@ -84,11 +84,7 @@ class ExampleDigests:
         self._shrink(self.bits)
 
     def repeated(self, kept: int) -> int:
-        """How many examples repeat an earlier one; of a sample an estimate.
-
-        Args:
-            kept: all examples that were counted.
-        """
+        """How many examples repeat an earlier one; of a sample an estimate."""
         found = sum(self.repeats.values()) << self.bits
         if not self.bits:
             return found
@@ -127,11 +123,7 @@ class ExampleDigests:
 
 
 def bits_for(rows: int) -> int:
-    """The bits with which the sample of a shard begins: those of all shards together have few times `MOST` digests.
-
-    Args:
-        rows: of the dataset.
-    """
+    """The bits with which the sample of a shard begins: those of all shards together have few times `MOST` digests."""
     return (rows // (4 * MOST)).bit_length()
 
 
@@ -159,14 +151,8 @@ class CountedExamples(NamedTuple):
 def duplicates(
     use: Duplicates | None, trained: CountedExamples, validation: CountedExamples | None = None
 ) -> list[str]:
-    """A sentence on examples that are trained several times, and one on those of validation that are trained.
-
-    Args:
-        use: the job's `duplicates`.
-
-    Raises:
-        JobFailure: there are such examples, and the job refuses them.
-    """
+    """A sentence on examples that are trained several times, and one on those of validation that are trained. Raises
+    JobFailure: there are such examples, and the job refuses them."""
     found = [] if use is None else [*_repeated(trained), *(_overlap(trained, validation) if validation else ())]
     if found and use == "refuse":
         message = f"{'; '.join(found)}. With duplicates 'warn' the job trains on them all the same"

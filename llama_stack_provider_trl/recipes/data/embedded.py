@@ -23,14 +23,11 @@ def check_embedded(
     name: str,
     reason: Reason = Reason.invalid_model,
 ) -> None:
-    """Return if a model has an embedding for each token.
+    """Return if a model has an embedding for each token. Raises JobFailure: names the token, its id and the number of
+    embeddings.
 
     Args:
-        embeddings: of the model.
         name: what the tokens are of, for the message.
-
-    Raises:
-        JobFailure: names the token, its id and the number of embeddings.
     """
     largest = max(ids, default=-1)
     if largest < embeddings:

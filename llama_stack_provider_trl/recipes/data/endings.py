@@ -68,11 +68,7 @@ class Examples:
 
 
 class Endings:
-    """The ends of the answers that one chat template writes. What follows an answer is decided once.
-
-    Args:
-        render: what the template writes.
-    """
+    """The ends of the answers that one chat template writes. What follows an answer is decided once."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, render: Render) -> None:
         self._tokenizer, self._render = tokenizer, render

@@ -53,11 +53,7 @@ class CallForm(NamedTuple):
 
 
 class Forms:
-    """What one chat template takes.
-
-    Args:
-        apply: what it writes.
-    """
+    """What one chat template takes."""
 
     def __init__(self, apply: Apply) -> None:
         self._write = apply

@@ -46,12 +46,8 @@ class BrokenImage(ValueError):
 
 
 def decode(data: bytes) -> Image:
-    """An image in RGB.
-
-    Raises:
-        BrokenImage: it is damaged, of another format, or has too many pixels.
-        JobFailure: launch_failed, Pillow is not installed.
-    """
+    """An image in RGB. Raises BrokenImage: it is damaged, of another format, or has too many pixels; JobFailure:
+    launch_failed, Pillow is not installed."""
     try:
         import PIL.Image
     except ImportError as error:
@@ -80,7 +76,6 @@ class Images:
     """The images of a job, read by the processor of its model.
 
     Args:
-        source: of the model.
         tokenizer: that the job trains with, whose chat template the processor gets, too.
     """
 
@@ -109,12 +104,9 @@ class Images:
         return frozenset(self.processor.image_token_ids)
 
     def expanded(self, text: str, images: Sequence[bytes]) -> str:
-        """What a template has written, with all the tokens of each image, and the one that begins texts.
-
-        Raises:
-            ValueError: it has other placeholders than the conversation has images, or one of a video.
-            BrokenImage: an image cannot be decoded.
-        """
+        """What a template has written, with all the tokens of each image, and the one that begins texts. Raises
+        ValueError: it has other placeholders than the conversation has images, or one of a video; BrokenImage: an image
+        cannot be decoded."""
         if self._video_token and self._video_token in text:
             raise ValueError(f"it writes {self._video_token!r}, which stands for a video, and no method reads videos")
         first, *others = (self._begin(text) + text).split(self.token)
@@ -138,11 +130,8 @@ class Images:
         return str(tokenizer.bos_token) if first == tokenizer.bos_token_id else ""
 
     def of_sequence(self, ids: Sequence[int], images: Sequence[bytes], row: int) -> list[bytes]:
-        """The images of a sequence, which are the first ones of its row.
-
-        Raises:
-            JobFailure: invalid_model, its tokens are those of no number of images.
-        """
+        """The images of a sequence, which are the first ones of its row. Raises JobFailure: invalid_model, its tokens
+        are those of no number of images."""
         found, tokens = self.placeholders(ids), 0
         for count in range(len(images) + 1):
             if tokens == found:
@@ -156,11 +145,8 @@ class Images:
         )
 
     def refuse_stray(self, ids: Sequence[int], row: int) -> None:
-        """Return if no token is one that features of images, or videos, take the place of.
-
-        Raises:
-            JobFailure: invalid_dataset, names the row and the token.
-        """
+        """Return if no token is one that features of images, or videos, take the place of. Raises JobFailure:
+        invalid_dataset, names the row and the token."""
         if stray := self._never_text.intersection(ids):
             token = (self._tokenizer or self.processor.tokenizer).convert_ids_to_tokens(min(stray))
             text = f"row {row}: the text {token!r}, which stands for a part of an image or a video"
@@ -197,7 +183,6 @@ class Images:
         """The inputs of the model beside the tokens, as tensors; none: no row has an image, and the model needs none.
 
         Args:
-            rows: images of each row.
             ids: tokens of each sequence, padded: `repeats` times as many as rows.
             repeats: how often the rows follow one another with these images, which are read once.
         """
@@ -237,11 +222,8 @@ class Images:
 
 @lru_cache(maxsize=2)
 def load_processor(source: ModelSource) -> Any:
-    """The processor of a model.
-
-    Raises:
-        JobFailure: invalid_model, there is none that transformers can load, or it reads no images.
-    """
+    """The processor of a model. Raises JobFailure: invalid_model, there is none that transformers can load, or it reads
+    no images."""
     from transformers import (  # imports torch, which a process that tokenizes texts does not need
         AutoConfig,
         AutoProcessor,

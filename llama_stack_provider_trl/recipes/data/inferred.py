@@ -164,11 +164,8 @@ class Inference:
         return found
 
     def before(self, messages: Sequence[Message]) -> list[int] | None:
-        """The ids that inference has before the answer to these messages; None: the template refuses them.
-
-        Raises:
-            JobFailure: invalid_model, the template takes more than the limits allow.
-        """
+        """The ids that inference has before the answer to these messages; None: the template refuses them. Raises
+        JobFailure: invalid_model, the template takes more than the limits allow."""
         if not messages:
             return None
         turns, tools = self.chat.as_taken(messages)

@@ -36,15 +36,12 @@ class Marking:
 
     def bounds(self, marked: str, text: str | None = None, *, exact: bool = True) -> tuple[int, int, int] | None:
         """Start and end of the turn's content, and where the first mark was, in what the template has written with the
-        marks, these taken away.
+        marks, these taken away. Returns None where a mark is missing, or the texts differ.
 
         Args:
             text: what the template writes without marks; None: that is not known.
             exact: `text` has to be the same. Else it may differ before the content, or behind it, as where a template
                 counts characters.
-
-        Returns:
-            None: a mark is missing, or the texts differ.
         """
         first, last = marked.rfind(OPEN), marked.rfind(CLOSE)
         if first < 0 or last < first:

@@ -63,13 +63,11 @@ class MixedRows:
 
 
 def training_rows(preparation: Preparation, data: DataSpec, most: int | None = None) -> MixedRows:
-    """Tokenize what a job is trained on.
+    """Tokenize what a job is trained on. Raises JobFailure: as `Preparation.rows`; invalid_request, an epoch takes no
+    row of a dataset.
 
     Args:
         most: rows of an epoch at most, of packed ones sequences; None: any number.
-
-    Raises:
-        JobFailure: as `Preparation.rows`; invalid_request, an epoch takes no row of a dataset.
     """
     refs, shares = [one.dataset for one in data.mixed], [one.share for one in data.mixed]
     rows = _joined(refs, [_prepared(preparation, ref, len(refs)) for ref in refs])

@@ -67,11 +67,7 @@ class RowSequences:
         self._digests = set[bytes]()
 
     def count(self, parts: Iterable[Sequence[int]]) -> None:
-        """Count the next row.
-
-        Args:
-            parts: token ids of each of its texts.
-        """
+        """Count the next row."""
         if len(self._hashes) == self.most_rows:
             return
         texts = [np.array(part, dtype=np.uint64) for part in parts]

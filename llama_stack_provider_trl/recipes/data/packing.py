@@ -22,14 +22,12 @@ _CHUNK_TOKENS = 1 << 22
 
 def pack(dataset: Dataset, limit: int) -> Dataset:
     """Pack rows into sequences of at most `limit` tokens, by best fit decreasing (arXiv:2404.10830), as TRL's `bfd`.
+    Returns the columns `input_ids`, `labels` and `seq_lengths`, the tokens of each row in the sequence. A row's first
+    token has no label: nothing in its own row predicts it. Sequences are in the order of their first rows, and rows
+    keep their order within a sequence.
 
     Args:
         dataset: the columns `input_ids` and `labels`; no row is longer than `limit`.
-
-    Returns:
-        The columns `input_ids`, `labels` and `seq_lengths`, the tokens of each row in the sequence. A row's first token
-        has no label: nothing in its own row predicts it. Sequences are in the order of their first rows, and rows keep
-        their order within a sequence.
     """
     return in_memory(packed_tables(dataset, limit))
 

@@ -120,11 +120,8 @@ def read_examples(path: Path, use: Literal["prompts"], **how: Unpack[Reading]) -
 @overload
 def read_examples(path: Path, use: RowUse, **how: Unpack[Reading]) -> Iterator[Example]: ...
 def read_examples(path: Path, use: RowUse, **how: Unpack[Reading]) -> Iterator[Example]:
-    """The examples of an NDJSON file, one at a time.
-
-    Raises:
-        InvalidRows: a line is not JSON, or its row fits no shape.
-    """
+    """The examples of an NDJSON file, one at a time. Raises InvalidRows: a line is not JSON, or its row fits no
+    shape."""
     rows = how.get("rows")
     first, count, offset = (rows.first, rows.count, rows.offset) if rows else (0, None, 0)
     with open(path, "rb") as source:
@@ -157,11 +154,8 @@ class Tokenization:
         return self.counter.rows
 
     def report(self) -> DataReport:
-        """The report on all rows, when they have been read.
-
-        Raises:
-            JobFailure: invalid_dataset, if nothing is left to train on.
-        """
+        """The report on all rows, when they have been read. Raises JobFailure: invalid_dataset, if nothing is left to
+        train on."""
         return self.counter.report(self.unit, self.chat, self.teacher)
 
     def collect(self) -> tuple[Dataset, DataReport]:
@@ -217,23 +211,18 @@ def tokenize_sft(
     reasoning: ReasoningUse = "keep",
     first: int = 0,
 ) -> Tokenization:
-    """Tokenize for `SFTTrainer`, a part at a time, with `dataset_kwargs={"skip_prepare_dataset": True}`.
+    """Tokenize for `SFTTrainer`, a part at a time, with `dataset_kwargs={"skip_prepare_dataset": True}`. Raises
+    JobFailure: `invalid_dataset` if the template refuses a row or no row is left, `invalid_model` if a chat is to be
+    rendered and the tokenizer has neither a template nor an `eos_token`. Returns tables with the columns `input_ids`
+    and `labels`; after the last one, the report on their rows.
 
     Args:
         tokenizer: one without a chat template is given `DEFAULT_CHAT_TEMPLATE`, so that checkpoints carry it.
         max_seq_length: tokens; longer sequences are cut.
         train_on_input: the loss covers every token, whatever `train_on` is.
-        train_on: what the loss covers.
         reasoning: whether thoughts are left out of the rows.
         side: right, sequences lose their end; left, their beginning, but for a `bos_token`.
         first: number of the first example's row.
-
-    Returns:
-        Tables with the columns `input_ids` and `labels`; after the last one, the report on their rows.
-
-    Raises:
-        JobFailure: `invalid_dataset` if the template refuses a row or no row is left, `invalid_model` if a chat is to
-            be rendered and the tokenizer has neither a template nor an `eos_token`.
     """
     encoder = SftEncoder(Chat(tokenizer), "all" if train_on_input else train_on, reasoning)
     counter = TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
@@ -335,11 +324,8 @@ def tokenize_kto(
     first: int = 0,
 ) -> Tokenization:
     """Tokenize for `KTOTrainer`, a part at a time, with its `_prepare_dataset` switched off: as `tokenize_dpo`, with
-    one answer.
-
-    Returns:
-        Tables with the columns `prompt_ids`, `completion_ids` and `label`; after the last one, the report.
-    """
+    one answer. Returns tables with the columns `prompt_ids`, `completion_ids` and `label`; after the last one, the
+    report."""
     chat = Chat(tokenizer)
     counter = TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
     tables = (
@@ -365,13 +351,11 @@ def tokenize_prompts(
 ) -> Tokenization:
     """Tokenize prompts that are answered while a job trains, with the header of their answer, a part at a time.
 
-    Arguments, errors and the report are those of `tokenize_sft`.
+    Arguments, errors and the report are those of `tokenize_sft`. Returns tables with the columns `prompt_ids` and
+    `row`; after the last one, the report on their rows.
 
     Args:
         answer: tokens of an answer at most; a prompt that leaves fewer within `max_seq_length` is dropped.
-
-    Returns:
-        Tables with the columns `prompt_ids` and `row`; after the last one, the report on their rows.
     """
     chat = Chat(tokenizer)
     counter = TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length)
@@ -394,11 +378,8 @@ def tokenize_taught_prompts(
     first: int = 0,
 ) -> Tokenization:
     """As `tokenize_prompts`, with each prompt as a teacher's own chat template writes it and its tokenizer reads it.
-    The longer one of both decides whether a prompt is dropped.
-
-    Returns:
-        Tables with the columns `prompt_ids`, `row` and `teacher_ids`; after the last one, the report on their rows.
-    """
+    The longer one of both decides whether a prompt is dropped. Returns tables with the columns `prompt_ids`, `row` and
+    `teacher_ids`; after the last one, the report on their rows."""
     chat, other = Chat(tokenizer), Chat(teacher)
     counter = TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length)
 
@@ -614,11 +595,7 @@ class TruncationCounter:
         self.example_end = self.example_end or later.example_end
 
     def report(self, unit: str, chat: Chat, teacher: Chat | None = None) -> DataReport:
-        """The counts, with warnings.
-
-        Raises:
-            JobFailure: nothing is left to train on.
-        """
+        """The counts, with warnings. Raises JobFailure: nothing is left to train on."""
         if not self.kept:
             raise JobFailure(Reason.invalid_dataset, self.nothing_left(unit, chat))
         return DataReport(
@@ -638,11 +615,7 @@ class TruncationCounter:
         )
 
     def warnings(self, unit: str, chat: Chat, teacher: Chat | None = None) -> list[str]:
-        """What a user should know of the rows so far.
-
-        Args:
-            unit: what an example is called.
-        """
+        """What a user should know of the rows so far."""
         lost, example = self.lost_turns(unit, chat, teacher), self._example(unit)
         made = [f"{self.rows} rows make {self.examples} {example}s"] if self.examples != self.rows else []
         of_chat = chat.warnings(example, self.examples)

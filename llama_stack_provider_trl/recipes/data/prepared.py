@@ -79,14 +79,12 @@ class Preparation:
             self._keys = RowKeys(spec, tokenizer, teacher)
 
     def rows(self, dataset: DatasetRef, first: int | None = None) -> PreparedRows:
-        """Tokenize a dataset, and pack its rows where the job does.
+        """Tokenize a dataset, and pack its rows where the job does. Raises JobFailure: as `tokenize_sft` and
+        `tokenize_dpo` do; invalid_dataset, a chat template leaves out turns, and the job's `dropped_turns` is refuse;
+        invalid_model, the model has no embedding for a token.
 
         Args:
             first: rows that are used; the report is about all.
-
-        Raises:
-            JobFailure: as `tokenize_sft` and `tokenize_dpo` do; invalid_dataset, a chat template leaves out turns, and
-                the job's `dropped_turns` is refuse; invalid_model, the model has no embedding for a token.
         """
         prepared = self._cached(dataset, first) or self._in_memory(dataset, first)
         where = f"dataset {dataset.dataset_id!r}: "

@@ -32,16 +32,13 @@ def encode_prompts(
     dropped_turns: DroppedTurns = "warn",
     embeddings: int | None = None,
 ) -> SamplePrompts:
-    """Token ids of each prompt with the header of its answer, as the chat template writes them.
+    """Token ids of each prompt with the header of its answer, as the chat template writes them. Raises JobFailure:
+    invalid_request, naming the prompt: the chat template refuses it, or leaves out turns where the job is not to lose
+    any, or it leaves no positions for `max_new_tokens`, or the model has no embedding for one of its tokens.
 
     Args:
         positions: tokens that the model has positions for; None: any number.
         embeddings: tokens that it has embeddings for; None: any number.
-
-    Raises:
-        JobFailure: invalid_request, naming the prompt: the chat template refuses it, or leaves out turns where the job
-            is not to lose any, or it leaves no positions for `max_new_tokens`, or the model has no embedding for one of
-            its tokens.
     """
     if samples is None:
         return SamplePrompts([], [])

@@ -80,7 +80,6 @@ class EpochSampler(Sampler[int]):
     With `max_steps_per_epoch` an epoch ends early. The next one shuffles all rows again, so that every row can occur.
 
     Args:
-        num_rows: rows in the dataset.
         rows_per_epoch: how many of them an epoch takes; None: all.
         shuffle: False keeps the given order in every epoch.
         seed: determines the permutation together with the epoch's number, identically on every machine.

@@ -51,15 +51,8 @@ class ShardedRows:
     columns: tuple[str, ...]
 
     def write(self, number: int, rows: RowRange, show: Callable[[int], None]) -> None:
-        """Tokenize and store one shard.
-
-        Args:
-            show: called with the rows of it that are done.
-
-        Raises:
-            JobFailure, InvalidRows: as `tokenize`.
-            NotCached: the disk cannot hold it.
-        """
+        """Tokenize and store one shard. Raises JobFailure, InvalidRows: as `tokenize`; NotCached: the disk cannot hold
+        it. `show` is called with the rows of it that are done."""
         cache = TokenCache(self.directory, self.spec.lifecycle.min_free_bytes, lambda note: None)
 
         def write(add: Add) -> Counts:

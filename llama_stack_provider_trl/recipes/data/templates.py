@@ -49,12 +49,9 @@ class _TooSlow(BaseException):
 
 
 def rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> str:
-    """The text that a tokenizer's chat template writes, which is not tokenized.
-
-    Raises:
-        TemplateError, TypeError, ValueError: the template refuses the conversation.
-        JobFailure: invalid_model, it takes more than the limits allow.
-    """
+    """The text that a tokenizer's chat template writes, which is not tokenized. Raises TemplateError, TypeError,
+    ValueError: the template refuses the conversation; JobFailure: invalid_model, it takes more than the limits
+    allow."""
     render = partial(tokenizer.apply_chat_template, list(messages), tokenize=False, **options)
     return _within_limits(tokenizer, render)
 
@@ -110,13 +107,10 @@ def _within_limits(tokenizer: PreTrainedTokenizerBase, render: Callable[[], Any]
 
 
 def _limited[Result](tokenizer: PreTrainedTokenizerBase, render: Callable[[], Result], characters: int = 0) -> Result:
-    """What a call renders within the limits.
+    """What a call renders within the limits. Raises TemplateError, TypeError, ValueError, JobFailure: as `rendered`.
 
     Args:
         characters: that it tokenizes, too.
-
-    Raises:
-        TemplateError, TypeError, ValueError, JobFailure: as `rendered`.
     """
     _refuse_large_numbers()
     try:

@@ -27,7 +27,6 @@ class SftEncoder:
     """Encodes numbered examples, a chunk at a time.
 
     Args:
-        train_on: what the loss covers.
         reasoning: whether thoughts are trained, and seen, or left out of the rows.
     """
 
@@ -181,15 +180,8 @@ def has_images(
     row: int,
     where: str = "messages",
 ) -> bool:
-    """Whether a conversation of an example has images.
-
-    Args:
-        where: what it is called.
-
-    Raises:
-        JobFailure: invalid_model, the job reads none.
-        InvalidRows: one of them cannot be read or decoded.
-    """
+    """Whether a conversation of an example has images. Raises JobFailure: invalid_model, the job reads none;
+    InvalidRows: one of them cannot be read or decoded."""
     if example.unread_image and chat.images is not None:
         raise InvalidRows(example.unread_image)
     if not (count := count_images(messages)):
@@ -206,11 +198,8 @@ def has_images(
 
 
 def encode_pairs(chat: Chat, chunk: Sequence[tuple[int, PreferenceExample]]) -> Iterator[list[EncodedPair]]:
-    """The pairs of each row, in the order of its `pairs`.
-
-    Raises:
-        JobFailure, InvalidRows: as `has_images`; invalid_dataset, a text has a token of images.
-    """
+    """The pairs of each row, in the order of its `pairs`. Raises JobFailure, InvalidRows: as `has_images`;
+    invalid_dataset, a text has a token of images."""
     with_images = {row for row, example in chunk if has_images(chat, example, example.prompt, row, "prompt")}
     rows = [(row, example) for row, example in chunk if example.pairs]
     prompts, answers = [example.prompt for _, example in rows], [example.answers for _, example in rows]

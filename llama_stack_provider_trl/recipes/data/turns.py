@@ -51,15 +51,12 @@ class TrainedTurn(NamedTuple):
 def trained_texts(
     chat: Chat, messages: Sequence[Message], turns: Sequence[int], row: int, *, without_thoughts: bool = False
 ) -> list[TrainedText]:
-    """The sequences of a conversation.
+    """The sequences of a conversation. Raises JobFailure: invalid_dataset; the template refuses the conversation,
+    writes a turn otherwise than inference does, or leaves out a part of it.
 
     Args:
         turns: numbers of the trained turns.
         without_thoughts: what a turn thinks carries no loss.
-
-    Raises:
-        JobFailure: invalid_dataset; the template refuses the conversation, writes a turn otherwise than inference
-            does, or leaves out a part of it.
     """
     found: list[TrainedText] = []
     for turn in turns:
@@ -103,12 +100,8 @@ def whole_text(chat: Chat, messages: Sequence[Message], row: int) -> str:
 
 
 def turn_text(chat: Chat, messages: Sequence[Message], turn: int, row: int) -> tuple[str, str]:
-    """What inference renders before an answer, and the same with the answer.
-
-    Raises:
-        JobFailure: invalid_dataset; the template refuses the conversation, or writes the turn otherwise than inference
-            does.
-    """
+    """What inference renders before an answer, and the same with the answer. Raises JobFailure: invalid_dataset; the
+    template refuses the conversation, or writes the turn otherwise than inference does."""
     message, talk = messages[turn], messages[: turn + 1]
     if not turn or (_is_unasked(messages, turn) and chat.render_part(talk) is None):
         return _unasked_text(chat, messages, turn, row)

@@ -48,13 +48,11 @@ def connected_peers(device: torch.device, run_dir: Path, writer: EventWriter) ->
     """Open the process group of a job with several ranks, and monitor the ranks of other machines while it is open.
 
     A rank that finds another one lost writes `failed` into its run directory's events and ends its process, since its
-    other threads may wait for that rank indefinitely.
+    other threads may wait for that rank indefinitely. Raises JobFailure: launch_failed, naming the ranks that were not
+    reached as far as they are known.
 
     Yields:
         Mbit/s between the nodes, each way; None: there is one node, or NCCL exchanges over a network of its own choice.
-
-    Raises:
-        JobFailure: launch_failed, naming the ranks that were not reached as far as they are known.
     """
     if ranks.world_size() == 1:
         yield None

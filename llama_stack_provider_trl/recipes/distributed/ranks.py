@@ -43,11 +43,8 @@ def local_world_size() -> int:
 
 
 def check_world_size(ranks: int) -> None:
-    """Refuse a number of processes that differs from the job's: every metric would be wrong.
-
-    Raises:
-        JobFailure: launch_failed.
-    """
+    """Refuse a number of processes that differs from the job's: every metric would be wrong. Raises JobFailure:
+    launch_failed."""
     if world_size() != ranks:
         raise JobFailure(
             Reason.launch_failed,
@@ -111,11 +108,8 @@ def gather_all[Value](value: Value, group: Any = None) -> list[Value]:
 
 
 def on_all_ranks[Value](work: Callable[[], Value], group: Any = None) -> list[Value]:
-    """Run `work` on every rank and return the results, by rank. A collective.
-
-    Raises:
-        the exception of `work` on this rank; RankLost, where it failed on other ranks only.
-    """
+    """Run `work` on every rank and return the results, by rank. A collective. Raises the exception of `work` on this
+    rank; RankLost, where it failed on other ranks only."""
     value: Any = None
     error: BaseException | None = None
     try:

@@ -75,14 +75,12 @@ ALONE = Replicas()
 
 @contextmanager
 def replicas(attempt: AttemptSpec, writer: EventWriter) -> Iterator[tuple[Replicas, EventWriter]]:
-    """Connect the ranks of an attempt. While this is open, each computes as if it were alone.
+    """Connect the ranks of an attempt. While this is open, each computes as if it were alone. Raises JobFailure:
+    launch_failed.
 
     Yields:
         The ranks, and the writer of this one's events: of ranks beyond the first the heartbeats alone are written. A
         batch of theirs may take longer than that of the first, which waits for it.
-
-    Raises:
-        JobFailure: launch_failed.
     """
     ranks.check_world_size(attempt.world_size)
     if attempt.world_size == 1:

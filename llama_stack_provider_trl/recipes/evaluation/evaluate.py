@@ -56,10 +56,7 @@ def evaluate_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
     """Evaluate a model, or an ensemble, as a job, on the rows of its dataset. An attempt begins at the first row.
 
     Of several ranks each evaluates batches of its own, those of one process, and their sums are added without rounding:
-    the number of ranks changes no measure.
-
-    Raises:
-        JobFailure: as `evaluate`.
+    the number of ranks changes no measure. Raises JobFailure: as `evaluate`.
     """
     from ..distributed.replicas import replicas
 

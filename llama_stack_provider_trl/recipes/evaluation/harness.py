@@ -61,11 +61,8 @@ class LoadedTasks(NamedTuple):
 
 
 def measure_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
-    """Measure the model on the tasks that earlier attempts have not, and report their measures.
-
-    Raises:
-        JobFailure: a failure that the user can correct; any other exception is a bug or a limit of the machine.
-    """
+    """Measure the model on the tasks that earlier attempts have not, and report their measures. Raises JobFailure: a
+    failure that the user can correct; any other exception is a bug or a limit of the machine."""
     check_world_size(1)
     assert isinstance(attempt.job.work, EvaluateSpec)
     work = attempt.job.work.harness
@@ -137,13 +134,11 @@ def _check_recorded(lines: AnswerFile, work: HarnessSpec) -> None:
 
 
 def _load_tasks(work: HarnessSpec, names: Sequence[str], measured: Mapping[str, str]) -> Iterator[LoadedTasks]:
-    """The tasks of some names, with their rows.
+    """The tasks of some names, with their rows. Raises JobFailure: names the one that cannot be read, or whose files
+    were changed after it was measured.
 
     Args:
         measured: name that an earlier attempt has measured -> digest of its task files.
-
-    Raises:
-        JobFailure: names the one that cannot be read, or whose files were changed after it was measured.
     """
     try:
         from lm_eval.tasks import TaskManager
@@ -217,11 +212,7 @@ def _set_up(task: Any, work: HarnessSpec) -> int:
 
 
 class _MeasuredModel:
-    """The model, as the library measures it.
-
-    Raises:
-        JobFailure: it cannot be used.
-    """
+    """The model, as the library measures it. Raises JobFailure: it cannot be used."""
 
     def __init__(self, spec: JobSpec, work: HarnessSpec, device: torch.device) -> None:
         from lm_eval.models.huggingface import HFLM
@@ -354,11 +345,8 @@ def _seed(work: HarnessSpec) -> None:
 
 @contextmanager
 def _named(name: str, directory: Path) -> Iterator[None]:
-    """Name the task in errors of its files and their code, and have relative paths begin in a directory.
-
-    Raises:
-        JobFailure: the task fails.
-    """
+    """Name the task in errors of its files and their code, and have relative paths begin in a directory. Raises
+    JobFailure: the task fails."""
     try:
         with chdir(directory):
             yield

@@ -63,7 +63,6 @@ class Judges:
     """The judges of a job, and their verdicts so far. Close it.
 
     Args:
-        total: answers of the job.
         from_start: the answers are not complete: no verdict of an earlier attempt counts.
         team: the ranks of the job, all of which make this object.
     """
@@ -111,10 +110,7 @@ class Judges:
         device: torch.device,
     ) -> bool:
         """Have the answers judged that earlier attempts have not. A collective. Returns False: the attempt is paused.
-
-        Raises:
-            JobFailure: a judge, or a verdict of an earlier attempt, cannot be used.
-        """
+        Raises JobFailure: a judge, or a verdict of an earlier attempt, cannot be used."""
         with heartbeat(writer):
             for judge in self.all:
                 _check_recorded(judge, answers)

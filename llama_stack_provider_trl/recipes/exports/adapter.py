@@ -98,10 +98,8 @@ def lora_of(trained: Trained, target: ExportTarget) -> Lora:
 
 
 def write_gguf(trained: Trained, lora: Lora, kind: GgufType, output: Path) -> float:
-    """Write an adapter as GGUF, with the chat template beside it, and compare each pair with PEFT's.
-
-    Returns:
-        As `check_written`.
+    """Write an adapter as GGUF, with the chat template beside it, and compare each pair with PEFT's. Returns what
+    `check_written` does.
 
     Raises:
         JobFailure: a layer that is not mapped; values that F16 cannot hold; a file that is not the adapter.
@@ -116,12 +114,8 @@ def write_gguf(trained: Trained, lora: Lora, kind: GgufType, output: Path) -> fl
 
 
 def write_peft(trained: Trained, output: Path) -> None:
-    """Write an adapter as PEFT has it, with the tokenizer and the generation configuration of the trained model.
-
-    Raises:
-        JobFailure: invalid_model, the generation configuration cannot be written.
-        OSError: the disk is full.
-    """
+    """Write an adapter as PEFT has it, with the tokenizer and the generation configuration of the trained model. Raises
+    JobFailure: invalid_model, the generation configuration cannot be written; OSError: the disk is full."""
     model: Any = trained.model
     model.active_peft_config.base_model_name_or_path = shown_name(trained.spec.source.model)
     model.save_pretrained(output, save_embedding_layers=False)
@@ -154,7 +148,6 @@ def write_lora(config: Any, lora: Lora, kind: GgufType, name: str, output: Path)
     """Write an adapter as a GGUF file, with the names and the order of rows of its base model's GGUF file.
 
     Args:
-        config: of the base model.
         kind: of the pairs: f32, f16, bf16.
         name: of the adapter, for readers.
 
@@ -216,14 +209,8 @@ class WrittenLora:
 
 
 def check_written(config: Any, lora: Lora, kind: GgufType, written: WrittenLora) -> float:
-    """Compare a file with PEFT's adapter, weight by weight.
-
-    Returns:
-        The largest difference of a weight's change, as a fraction of its norm.
-
-    Raises:
-        JobFailure: export_failed, with what differs.
-    """
+    """Compare a file with PEFT's adapter, weight by weight. Raises JobFailure: export_failed, with what differs.
+    Returns the largest difference of a weight's change, as a fraction of its norm."""
     expected = {
         "general.architecture": _architecture(config),
         "general.type": "adapter",
@@ -253,11 +240,8 @@ def check_written(config: Any, lora: Lora, kind: GgufType, written: WrittenLora)
 
 
 def check_vllm(trained: Trained, lora: Lora | None) -> int | None:
-    """Return the `--max-lora-rank` for an adapter; None: for a whole model.
-
-    Raises:
-        JobFailure: invalid_model, naming what vLLM has no place for.
-    """
+    """Return the `--max-lora-rank` for an adapter; None: for a whole model. Raises JobFailure: invalid_model, naming
+    what vLLM has no place for."""
     model_type = trained.plain.config.model_type
     if model_type not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))

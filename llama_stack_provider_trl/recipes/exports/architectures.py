@@ -45,15 +45,8 @@ def architecture_of(config: Any) -> GgufArchitecture:
 
 
 def describe(writer: Any, config: Any) -> None:
-    """Write the configuration of a model as metadata.
-
-    Args:
-        writer: gguf's GGUFWriter.
-        config: of transformers.
-
-    Raises:
-        JobFailure: invalid_model, naming the setting that is not mapped.
-    """
+    """Write the configuration of a model as metadata. Raises JobFailure: invalid_model, naming the setting that is not
+    mapped."""
     architecture = architecture_of(config)
     activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
     expected = ("gelu_pytorch_tanh",) if config.model_type.startswith("gemma") else ("silu", "swish")
@@ -130,12 +123,7 @@ def names_in_gguf(config: Any, names: Iterable[str]) -> dict[str, str]:
 
 
 def in_gguf(config: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
-    """A tensor as llama.cpp computes with it.
-
-    Args:
-        name: in the model's files.
-        weight: of any shape and dtype.
-    """
+    """A tensor as llama.cpp computes with it."""
     architecture = architecture_of(config)
     if architecture.interleaves and ".self_attn." in name:
         heads = config.num_attention_heads

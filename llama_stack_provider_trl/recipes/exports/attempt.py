@@ -54,12 +54,8 @@ _TYPES: dict[torch.dtype, GgufType] = {torch.float32: "f32", torch.float16: "f16
 
 
 def export_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
-    """Export a model as a job, into its checkpoint `final`. An attempt begins at the first weight.
-
-    Raises:
-        JobFailure: the model is not mapped, or the export is not what was trained.
-        OSError: the disk is, or would be, full.
-    """
+    """Export a model as a job, into its checkpoint `final`. An attempt begins at the first weight. Raises JobFailure:
+    the model is not mapped, or the export is not what was trained; OSError: the disk is, or would be, full."""
     job, work = attempt.job, attempt.job.work
     assert isinstance(work, ExportWork)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
@@ -111,7 +107,9 @@ def _exported(job: JobSpec, work: ExportWork, output: Path, weights: Path, write
     plan = None
     if target in ("gguf", "ollama", "lora-gguf"):
         rows = trained.plain.get_input_embeddings().weight.shape[0]
-        plan = GgufPlan(trained.plain.config, trained.tokenizer, trained.ends, rows, _last(job.source.model))
+        plan = GgufPlan(
+            trained.plain.config, trained.tokenizer, trained.ends, rows, job.source.model.rpartition("/")[2]
+        )
         groups = WeightGroups(trained.model, trained.storage.dtype).planned
         names_in_gguf(trained.plain.config, [name for group in groups for name in group])
     texts = _texts_of(trained) if target == "ollama" else None
@@ -166,10 +164,6 @@ def _exported(job: JobSpec, work: ExportWork, output: Path, weights: Path, write
 
 def _none(name: str) -> None:
     """No change of a weight."""
-
-
-def _last(model: str) -> str:
-    return model.rpartition("/")[2]
 
 
 def _refuse_vision(job: JobSpec) -> None:

@@ -40,15 +40,11 @@ def check_installed() -> None:
 
 
 class GgufPlan:
-    """Everything of a GGUF file but the values of its tensors. Making one writes nothing.
+    """Everything of a GGUF file but the values of its tensors. Making one writes nothing. Raises JobFailure:
+    invalid_model, naming the architecture, setting, tensor or part of the tokenizer that is not mapped.
 
     Args:
-        config: of the model, by transformers.
         ends: tokens that end an answer, the tokenizer's own among them.
-        rows: of the embeddings.
-
-    Raises:
-        JobFailure: invalid_model, naming the architecture, setting, tensor or part of the tokenizer that is not mapped.
     """
 
     def __init__(

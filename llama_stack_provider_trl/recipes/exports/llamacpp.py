@@ -39,14 +39,11 @@ def is_installed() -> bool:
 
 
 class LlamaCppReader:
-    """A GGUF file that llama.cpp has loaded. `close` ends it.
+    """A GGUF file that llama.cpp has loaded. `close` ends it. Raises JobFailure: export_failed, it cannot be loaded.
 
     Args:
         context: tokens of a prompt with its answer.
         adapters: GGUF files of adapters that are added to the model.
-
-    Raises:
-        JobFailure: export_failed, it cannot be loaded.
     """
 
     def __init__(self, directory: Path, context: int, threads: int, adapters: Sequence[Path] = ()) -> None:

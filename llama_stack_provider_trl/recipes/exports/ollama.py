@@ -61,14 +61,11 @@ def modelfile(file: str, texts: TurnTexts, ends: Sequence[str]) -> str:
 
 
 def turn_texts(render: Render, prompts: Sequence[Prompt], bos: str | None) -> TurnTexts:
-    """The parts of a chat template.
+    """The parts of a chat template. Raises JobFailure: invalid_model, the template is more than texts around turns.
 
     Args:
         prompts: which the parts must give, too.
         bos: the text of the token that is written before every prompt anyway; None: none is.
-
-    Raises:
-        JobFailure: invalid_model, the template is more than texts around turns.
     """
     if any(prompt.messages is None for prompt in prompts):
         raise _refusal("it has no chat template")

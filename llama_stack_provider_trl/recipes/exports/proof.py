@@ -64,16 +64,12 @@ def compared(
     decode: Callable[[list[int]], str],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Compare an export, and return the report.
+    """Compare an export, and return the report. Raises JobFailure: export_failed, with what differs.
 
     Args:
         ends: tokens that end an answer of the trained model.
         kind: the precision of the export's weights.
-        decode: the text of tokens.
         progress: called with the prompts that are compared, of how many.
-
-    Raises:
-        JobFailure: export_failed, with what differs.
     """
     found_ends = reader.ends()
     if found_ends != sorted(ends):
@@ -135,11 +131,8 @@ def _same_tokens(one: Expected, steps: Sequence[AnsweredToken]) -> int:
 
 
 def _check_logits(number: int, one: Expected, steps: Sequence[AnsweredToken], bound: float) -> tuple[float, float]:
-    """The median and the largest difference over the tokens of an answer, up to the first one that is another.
-
-    Raises:
-        JobFailure: the median is beyond the bound, or a token beyond `_LARGEST` times the bound.
-    """
+    """The median and the largest difference over the tokens of an answer, up to the first one that is another. Raises
+    JobFailure: the median is beyond the bound, or a token beyond `_LARGEST` times the bound."""
     found, places = list[float](), list[int]()
     for at in range(min(_same_tokens(one, steps) + 1, len(steps), len(one.tokens))):
         logits = one.logits[at]

@@ -54,15 +54,12 @@ class _LoadedHere:
 
 
 class TransformersReader(_LoadedHere):
-    """An export that transformers has loaded.
+    """An export that transformers has loaded. Raises JobFailure: export_failed, it cannot be loaded.
 
     Args:
         trained: of a GGUF file, which has weights, tokenizer and settings: the configuration of the trained model, of
             which `_UNREAD` is taken; None: it is none.
         dtype: that the trained model's answers were computed in.
-
-    Raises:
-        JobFailure: export_failed, it cannot be loaded.
     """
 
     def __init__(
@@ -90,13 +87,11 @@ class TransformersReader(_LoadedHere):
 
 
 class AdapterReader(_LoadedHere):
-    """An adapter in a directory that peft has loaded on its base model, with the tokenizer beside it.
+    """An adapter in a directory that peft has loaded on its base model, with the tokenizer beside it. Raises
+    JobFailure: export_failed, it cannot be loaded.
 
     Args:
         base: the model without an adapter, which gets it.
-
-    Raises:
-        JobFailure: export_failed, it cannot be loaded.
     """
 
     def __init__(self, directory: Path, base: PreTrainedModel) -> None:

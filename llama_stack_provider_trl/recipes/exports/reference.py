@@ -65,11 +65,8 @@ class Expected(NamedTuple):
 
 
 class Trained:
-    """The model of an export job: the base model, and the adapter where the job names one.
-
-    Raises:
-        JobFailure: it cannot be loaded.
-    """
+    """The model of an export job: the base model, and the adapter where the job names one. Raises JobFailure: it cannot
+    be loaded."""
 
     def __init__(self, spec: JobSpec) -> None:
         self.spec = spec
@@ -111,13 +108,11 @@ class Trained:
         self, progress: Callable[[int, int], None] = lambda done, total: None
     ) -> tuple[list[Expected], float | None]:
         """The greedy answers to the prompts, computed in fp32 where that fits into memory; and how much the adapter
-        changes, as a fraction of the scale of the logits (None: there is none).
+        changes, as a fraction of the scale of the logits (None: there is none). Raises JobFailure: export_failed, where
+        the adapter changes nothing; out_of_memory.
 
         Args:
             progress: called with the prompts that are answered, of how many.
-
-        Raises:
-            JobFailure: export_failed, where the adapter changes nothing; out_of_memory.
         """
         _, count = parameter_counts(self.plain)
         self.compared_in = torch.float32 if count * 5 < available_memory() else self.storage.dtype

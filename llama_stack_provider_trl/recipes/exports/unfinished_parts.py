@@ -34,15 +34,13 @@ class _Account(NamedTuple):
 
 
 def remove_unfinished(bucket: str, prefix: str, names: Collection[str], environ: Mapping[str, str]) -> int:
-    """Abort the uploads of some files that have begun and not ended, and return how many these were.
+    """Abort the uploads of some files that have begun and not ended, and return how many these were. Raises OSError:
+    there is no account, or the store does not answer, or refuses.
 
     Args:
         prefix: of the keys, such as `team/sft-1/`.
         names: what follows it in a key.
         environ: has the account (`AWS_ACCESS_KEY_ID` ...) and the address of the store.
-
-    Raises:
-        OSError: there is no account, or the store does not answer, or refuses.
     """
     return sum(_removed(environ, bucket, f"{prefix}{name}") for name in names)
 

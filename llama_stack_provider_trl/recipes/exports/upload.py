@@ -57,14 +57,11 @@ class _File(NamedTuple):
 
 
 def uploaded(directory: Path, destination: Destination, job_uuid: str) -> dict[str, Any]:
-    """Send the files of a directory, and return where they are.
+    """Send the files of a directory, and return where they are. Raises JobFailure: invalid_request, the place has other
+    files, or refuses the account; export_failed, it does not answer, or has other bytes than were sent.
 
     Args:
         job_uuid: of the export, for the message of a commit and the list in a bucket.
-
-    Raises:
-        JobFailure: invalid_request, the place has other files, or refuses the account; export_failed, it does not
-            answer, or has other bytes than were sent.
     """
     files = {path.name: _described(path) for path in _files(directory)}
     if destination.scheme == HUB:
@@ -132,11 +129,8 @@ def _to_hub(directory: Path, files: dict[str, _File], destination: Destination, 
     faults.reach("uploading")
 
     def committed(revision: str) -> tuple[str, str]:
-        """Commit the files to a branch, and read back what the hub has. The second time it has the large ones.
-
-        Returns:
-            The commit, and the first file that has other bytes in it; empty: none has.
-        """
+        """Commit the files to a branch, and read back what the hub has. The second time it has the large ones. Returns
+        the commit, and the first file that has other bytes in it; empty: none has."""
         operations = [CommitOperationAdd(path_in_repo=one, path_or_fileobj=directory / one) for one in files]
         message = f"Upload {job_uuid}"
         commit = asked(

@@ -61,13 +61,11 @@ class Vocabulary(NamedTuple):
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase, rows: int) -> Vocabulary:
-    """The vocabulary of a tokenizer.
+    """The vocabulary of a tokenizer. Raises JobFailure: invalid_model, with the part of the tokenizer that is not
+    mapped.
 
     Args:
         rows: of the model's embeddings; those without a token get one that is marked as unused.
-
-    Raises:
-        JobFailure: invalid_model, with the part of the tokenizer that is not mapped.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

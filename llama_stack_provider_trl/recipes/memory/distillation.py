@@ -32,9 +32,7 @@ def traced_divergence_loss(
 
     Args:
         forward: of the model that is trained; returns what a fused head gives.
-        teacher: its forward.
         answer_tokens: of the whole batch: positions that are compared.
-        copied: as in `head_of`.
     """
     head = head_of(teacher, copied=copied)
 
@@ -63,9 +61,7 @@ def traced_span_loss(
 
     Args:
         forward: of the model that is trained; returns what a fused head gives.
-        teacher: its forward.
         answer_tokens: of the whole batch.
-        copied: as in `head_of`.
         counting: opened around what is computed of logits.
     """
     if method.uld is None:

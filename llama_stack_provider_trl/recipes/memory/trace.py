@@ -258,13 +258,10 @@ def attention_modules(spec: JobSpec) -> list[str]:
 
 
 def trace_model(spec: JobSpec, batch: Batch, kind: str) -> Traced:
-    """What is known of the job's model and one step of it. `trace_cache` keeps it.
+    """What is known of the job's model and one step of it. `trace_cache` keeps it. Raises JobFailure: invalid_model.
 
     Args:
         kind: of the device: cuda, mps or cpu.
-
-    Raises:
-        JobFailure: invalid_model.
     """
     config = load_config(spec.source)
     depth = config.get_text_config().num_hidden_layers

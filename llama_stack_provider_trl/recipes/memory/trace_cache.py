@@ -118,11 +118,7 @@ _TRACES: dict[str, Traced] = {}
 
 def trace(spec: JobSpec, batch: Batch, device: str) -> Traced:
     """What is known of the job's model and one step of it, without its weights. Traced once per process, and kept where
-    the job keeps tokenized rows.
-
-    Raises:
-        JobFailure: invalid_model.
-    """
+    the job keeps tokenized rows. Raises JobFailure: invalid_model."""
     kind = device.partition(":")[0]
     inputs = _inputs(spec, batch, kind)
     key = json.dumps([inputs, *(source.model_dump(mode="json") for source in _sources(spec))])
@@ -149,11 +145,8 @@ def directory_of(spec: JobSpec) -> Path | None:
 
 
 def key_of(spec: JobSpec, batch: Batch, device: str) -> str | None:
-    """Digest of all that a trace depends on; None: code decides that is none of an installed library.
-
-    Raises:
-        JobFailure: invalid_model.
-    """
+    """Digest of all that a trace depends on; None: code decides that is none of an installed library. Raises
+    JobFailure: invalid_model."""
     return _key(spec, _inputs(spec, batch, device.partition(":")[0]))
 
 

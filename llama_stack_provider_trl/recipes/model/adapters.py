@@ -46,14 +46,8 @@ def has_reference_adapter(spec: JobSpec) -> bool:
 
 
 def continued(spec: JobSpec, model: PreTrainedModel, config: PeftConfig, *, reference: bool) -> PeftModel:
-    """The model with the adapter that the job continues, its weights read.
-
-    Args:
-        reference: add the frozen copy.
-
-    Raises:
-        JobFailure: invalid_model, where the adapter's file is missing, damaged, or of other modules or another rank.
-    """
+    """The model with the adapter that the job continues, its weights read. Raises JobFailure: invalid_model, where the
+    adapter's file is missing, damaged, or of other modules or another rank."""
     assert spec.adapter is not None
     try:
         with torch.random.fork_rng():  # what it begins with is read from the file
@@ -72,13 +66,11 @@ def continued(spec: JobSpec, model: PreTrainedModel, config: PeftConfig, *, refe
 
 
 def load_to_infer(spec: JobSpec, device: torch.device, *, in_4_bits: bool = False) -> PreTrainedModel:
-    """The job's model in its dtype, with the adapter that the job names, for inference.
+    """The job's model in its dtype, with the adapter that the job names, for inference. Raises JobFailure:
+    invalid_model.
 
     Args:
         in_4_bits: quantize it below the adapter.
-
-    Raises:
-        JobFailure: invalid_model.
     """
     storage = WeightStorage(
         dtype=DTYPES[spec.compute.dtype],
@@ -98,11 +90,8 @@ def load_to_infer(spec: JobSpec, device: torch.device, *, in_4_bits: bool = Fals
 
 
 def added(spec: JobSpec, model: PeftModel, name: str) -> None:
-    """Add the adapter that a job continues to a model that has others, of which the active one stays so.
-
-    Raises:
-        JobFailure: as `continued`.
-    """
+    """Add the adapter that a job continues to a model that has others, of which the active one stays so. Raises
+    JobFailure: as `continued`."""
     assert spec.lora is not None
     bare = outline(spec.source, load_config(spec.source), torch.float32)  # in `model` layers are inside of adapters
     with torch.random.fork_rng():
@@ -135,12 +124,10 @@ def check_adapter(
     """Return if the files of an adapter are whole, and its weights are those of its configuration on this base model.
 
     Reads headers only. Of a model with code of its own, or that cannot be built without weights, they are not compared.
+    Raises JobFailure: invalid_model.
 
     Args:
         lora: settings that the adapter is continued with; None: those in its own files.
-
-    Raises:
-        JobFailure: invalid_model.
     """
     check_adapter_files(directory)
     try:

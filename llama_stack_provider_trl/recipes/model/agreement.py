@@ -36,11 +36,8 @@ class GenerationValues(NamedTuple):
 
 
 def complete(tokenizer: PreTrainedTokenizerBase, source: ModelSource, warn: Callable[[str], None]) -> None:
-    """Give a tokenizer a padding token where it has none, and take a chat template from it that is blank.
-
-    Raises:
-        JobFailure: invalid_model, where it has no token that ends texts.
-    """
+    """Give a tokenizer a padding token where it has none, and take a chat template from it that is blank. Raises
+    JobFailure: invalid_model, where it has no token that ends texts."""
     if tokenizer.eos_token is None:
         raise JobFailure(
             Reason.invalid_model,
@@ -97,7 +94,6 @@ def pad_within_embeddings(
     """Replace a padding token that the model has no embedding for. Padding is masked, so any other serves.
 
     Args:
-        config: of the model.
         model: its name, for the warning.
     """
     pad, token = tokenizer.pad_token_id, tokenizer.pad_token

@@ -29,11 +29,8 @@ def without_cudnn() -> None:
 
 
 def set_attention(spec: JobSpec, model: PreTrainedModel) -> None:
-    """Set the implementation of attention that the job names.
-
-    Raises:
-        JobFailure: invalid_request, where it is not installed, or the model does not support it.
-    """
+    """Set the implementation of attention that the job names. Raises JobFailure: invalid_request, where it is not
+    installed, or the model does not support it."""
     name = spec.compute.attn_implementation
     if name is None:
         return

@@ -31,11 +31,8 @@ _COUNT = re.compile(r"(num|n)_.*(layer|block|expert|depth).*|(.*_)?(layers?|bloc
 
 
 def read_config(source: ModelSource, arguments: dict[str, Any]) -> Any:
-    """The configuration of a model; `arguments` are those of `from_pretrained`.
-
-    Raises:
-        JobFailure: invalid_model, it is missing or damaged, or a number in it is beyond any model.
-    """
+    """The configuration of a model; `arguments` are those of `from_pretrained`. Raises JobFailure: invalid_model, it is
+    missing or damaged, or a number in it is beyond any model."""
     check_files(source, CONFIG_FILES)
     try:
         _check_numbers(source)

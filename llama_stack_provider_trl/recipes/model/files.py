@@ -62,13 +62,11 @@ def stored_dtype(
     model: str, revision: str | None, expected: torch.dtype | None = None, *, fetch: bool = False
 ) -> torch.dtype | None:
     """The dtype of a model's weights in its safetensors files; None where they have several, or another kind of file.
+    Raises JobFailure: as `check_weights_index`.
 
     Args:
         expected: what is returned where files of weights are not here.
         fetch: download them first, as loading does.
-
-    Raises:
-        JobFailure: as `check_weights_index`.
     """
     check_weights_index(model, revision)
     if _named_in_config(model, revision):
@@ -99,11 +97,8 @@ def _common_dtype(files: list[Path | None], expected: torch.dtype | None) -> tor
 
 
 def check_files(source: ModelSource, names: Iterable[str]) -> None:
-    """Return if those of a model's files that are on this machine look whole.
-
-    Raises:
-        JobFailure: invalid_model, with the file, what it is, and what to do.
-    """
+    """Return if those of a model's files that are on this machine look whole. Raises JobFailure: invalid_model, with
+    the file, what it is, and what to do."""
     for name in names:
         found = _found(source.location, name, source.revision, local_only=True)
         if found is not None:
@@ -129,12 +124,9 @@ def check_adapter_files(directory: Path) -> None:
 
 
 def whole_weights(source: ModelSource) -> WeightFiles:
-    """The files on this machine that a model's weights are loaded from, which look whole.
-
-    Raises:
-        JobFailure: invalid_model, as `check_files` and `check_weights_index`; a directory has no weights, lacks a file
-            that its index or configuration names, or has an adapter, too.
-    """
+    """The files on this machine that a model's weights are loaded from, which look whole. Raises JobFailure:
+    invalid_model, as `check_files` and `check_weights_index`; a directory has no weights, lacks a file that its index
+    or configuration names, or has an adapter, too."""
     model, revision = source.location, source.revision
     found = partial(_found, model, revision=revision, local_only=True)
     used = next((name for name in WEIGHTS if found(name)), None)
@@ -189,14 +181,12 @@ def _damage(name: str, path: Path, size: int, mtime_ns: int) -> str | None:
 
 
 def check_weights_index(model: str, revision: str | None = None, *, local_only: bool = False) -> None:
-    """Return if a model has no index of weights, or one that names files below its directory only.
+    """Return if a model has no index of weights, or one that names files below its directory only. Raises JobFailure:
+    invalid_model, with the index and the name.
 
     Args:
         model: a directory or a model id; of an id the index comes from where its weights come from.
         local_only: download none.
-
-    Raises:
-        JobFailure: invalid_model, with the index and the name.
     """
     found = partial(_found, model, revision=revision, local_only=local_only)
     for index in filter(None, map(found, sorted(_index_names(model, revision, local_only)))):
@@ -241,10 +231,7 @@ def template_of_processor(source: ModelSource) -> str | None:
 
 def copy_processor(source: ModelSource, directory: Path) -> None:
     """Copy the files by which a model's processor reads images to an export; of a model without one there are none.
-
-    Raises:
-        OSError: the disk is full, or a file cannot be read.
-    """
+    Raises OSError: the disk is full, or a file cannot be read."""
     for name in PROCESSOR_FILES:
         if (found := _found(source.location, name, source.revision, local_only=True)) is not None:
             shutil.copyfile(found, directory / name)

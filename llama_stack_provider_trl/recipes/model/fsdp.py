@@ -60,12 +60,9 @@ def ranks_per_machine(spec: JobSpec) -> int:
 
 
 def fsdp_arguments(spec: JobSpec) -> dict[str, Any]:
-    """Trainer's arguments for sharding; none where nothing is sharded.
-
-    Raises:
-        JobFailure: invalid_request, for HYBRID_SHARD where every node has one rank, so that nothing would be sharded;
-            for offloaded activations, in jobs of releases that did not refuse them.
-    """
+    """Trainer's arguments for sharding; none where nothing is sharded. Raises JobFailure: invalid_request, for
+    HYBRID_SHARD where every node has one rank, so that nothing would be sharded; for offloaded activations, in jobs of
+    releases that did not refuse them."""
     if not is_sharded(spec) or spec.sharding is None:
         return {}
     if spec.compute.activation_offloading:
@@ -182,11 +179,8 @@ def mixed_precision(dtype: torch.dtype | None) -> MixedPrecisionPolicy:
 
 
 def describe(model: torch.nn.Module, spec: JobSpec) -> dict[str, Any]:
-    """How the model is sharded, for the job's record, proven on the parameters themselves.
-
-    Raises:
-        JobFailure: not_sharded, where the job shards and a parameter is whole on every rank.
-    """
+    """How the model is sharded, for the job's record, proven on the parameters themselves. Raises JobFailure:
+    not_sharded, where the job shards and a parameter is whole on every rank."""
     strategy = spec.sharding.strategy if spec.sharding else "NO_SHARD"
     if not is_sharded(spec):
         return {"strategy": strategy, "ranks": spec.ranks, "sharded_parameters": 0}

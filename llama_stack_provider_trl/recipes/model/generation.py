@@ -38,8 +38,6 @@ class Sampler(LogitsProcessor):
     differences of 1e-5 between logits 2 % of the choices of an untrained model changed.
 
     Args:
-        sources: of each sequence.
-        on_token: called after each choice.
         tokens: how many tokens, by their numbers, can be chosen; None: all that the model has a logit for.
     """
 
@@ -111,8 +109,6 @@ def answer_ids(
     """Token ids of the answers to prompts, which are answered together: each with the token that ends it.
 
     Args:
-        most: tokens of an answer.
-        ends: tokens that end one.
         pad: stands before shorter prompts.
         synced: ranks compute every forward together, until the answers of all ranks have ended. A collective then.
     """

@@ -73,10 +73,7 @@ def auto_class(config: Any, *, is_reward: bool) -> tuple[Any, dict[str, Any]]:
 def choose_device(name: str) -> torch.device:
     """`auto` (cuda, then mps, then cpu), `cpu`, `cuda`, `cuda:N` or `mps` as a torch device that exists here.
 
-    Sets which kernels a GPU computes attention with.
-
-    Raises:
-        JobFailure: invalid_request, when the device is not there.
+    Sets which kernels a GPU computes attention with. Raises JobFailure: invalid_request, when the device is not there.
     """
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     kind = name.partition(":")[0]
@@ -144,14 +141,11 @@ class WeightStorage:
 def load_tokenizer(
     source: ModelSource, *, model: ModelSource | None = None, warn: Callable[[str], None] = lambda _: None
 ) -> PreTrainedTokenizerBase:
-    """The model's own tokenizer, with a padding token that the model has an embedding for.
+    """The model's own tokenizer, with a padding token that the model has an embedding for. Raises JobFailure:
+    invalid_model, when there is none that transformers can load.
 
     Args:
         model: that it is used with; None: the one that it lies beside.
-        warn: called with what was replaced.
-
-    Raises:
-        JobFailure: invalid_model, when there is none that transformers can load.
     """
     check_tokenizer_files(source)
     try:
@@ -180,14 +174,7 @@ def load_tokenizer(
 
 def load_job_tokenizer(spec: JobSpec, warn: Callable[[str], None] = lambda _: None) -> PreTrainedTokenizerBase:
     """The tokenizer of the model that a job trains or asks, with the chat template that the job sets, or the one that
-    its adapter was trained with.
-
-    Args:
-        warn: as of `load_tokenizer`.
-
-    Raises:
-        JobFailure: as `load_tokenizer`.
-    """
+    its adapter was trained with. Raises JobFailure: as `load_tokenizer`."""
     tokenizer = load_tokenizer(spec.source, warn=warn)
     template = spec.data.chat_template
     if template in OF_TRL:
@@ -223,20 +210,13 @@ def load_teacher_tokenizer(spec: JobSpec) -> PreTrainedTokenizerBase | None:
 
 
 def load_config(source: ModelSource) -> Any:
-    """The model's configuration; reads only its config.json.
-
-    Raises:
-        JobFailure: invalid_model.
-    """
+    """The model's configuration; reads only its config.json. Raises JobFailure: invalid_model."""
     return read_config(source, source_arguments(source))
 
 
 def vocabulary_size(source: ModelSource) -> int:
     """Number of tokens that the model has embeddings for, which some architectures have more of than `vocab_size`.
-
-    Raises:
-        JobFailure: invalid_model, as `load_config`; or the model pads with a token that it has no embedding for.
-    """
+    Raises JobFailure: invalid_model, as `load_config`; or the model pads with a token that it has no embedding for."""
     config = load_config(source)
     text = config.get_text_config()
     for blocks in (1, None):  # one is enough, but where a configuration lists its blocks
@@ -269,15 +249,9 @@ def check_weights(
 ) -> None:
     """Return if a model's files of weights that are on this machine are whole, and what its configuration describes.
 
-    Reads their headers, once in a process. Of a model with code of its own, or with quantized weights, weights are
-    not compared.
-
-    Args:
-        has_head: as in `WeightStorage`.
-        warn: called with what is not loaded.
-
-    Raises:
-        JobFailure: invalid_model, with the file, and the weight with both shapes, or those that are missing.
+    Reads their headers, once in a process. Of a model with code of its own, or with quantized weights, weights are not
+    compared. Raises JobFailure: invalid_model, with the file, and the weight with both shapes, or those that are
+    missing.
     """
     config, files = load_config(source), whole_weights(source)
     if not is_reward:
@@ -295,14 +269,12 @@ def load_model(
     source: ModelSource, storage: WeightStorage, device: torch.device, warn: Callable[[str], None] = lambda _: None
 ) -> PreTrainedModel:
     """The causal LM to train. A model that is to be sharded stays in CPU memory: a deferred one in the files' own
-    dtype, so that its weights are mapped and not copied, nor quantized.
+    dtype, so that its weights are mapped and not copied, nor quantized. Raises JobFailure: invalid_model, when it is
+    missing, is no causal LM, its weights are damaged or of other shapes, or its index names files outside its
+    directory.
 
     Args:
         warn: called with what its configuration does not have as its files do.
-
-    Raises:
-        JobFailure: invalid_model, when it is missing, is no causal LM, its weights are damaged or of other shapes, or
-            its index names files outside its directory.
     """
     check_weights(source, is_reward=storage.is_reward, has_head=storage.has_head)
     check_weights_index(source.location, source.revision)
@@ -370,11 +342,7 @@ def _name(model: PreTrainedModel, source: ModelSource) -> None:
 
 
 def loading_dtype(source: ModelSource, storage: WeightStorage, config: Any, stored: torch.dtype | None) -> torch.dtype:
-    """The dtype to load a model in: for deferred weights that of the files, where that changes no number later.
-
-    Args:
-        stored: as `stored_dtype` returns it.
-    """
+    """The dtype to load a model in: for deferred weights that of the files, where that changes no number later."""
     if not storage.is_deferred or stored is None or stored == storage.dtype:
         return storage.dtype
     as_stored, as_used = (outline(source, config, dtype) for dtype in (stored, storage.dtype))
@@ -410,10 +378,7 @@ def with_depth(config: Any, layers: int) -> Any:
 
 def shallow_model(source: ModelSource, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The first two blocks of the model's architecture, with random weights; uses up no random numbers of the job.
-
-    Raises:
-        JobFailure: invalid_model.
-    """
+    Raises JobFailure: invalid_model."""
     with torch.random.fork_rng(), torch.device(device):
         config = with_depth(load_config(source), 2)
         auto, _ = auto_class(config, is_reward=False)
@@ -438,11 +403,7 @@ def load_adapter(spec: JobSpec, adapter: Path, *, as_trained: bool = False) -> P
 
 
 def load_whole(source: ModelSource, dtype: torch.dtype, *, is_reward: bool = False) -> PreTrainedModel:
-    """A model as it is on disk, in CPU memory.
-
-    Raises:
-        JobFailure: invalid_model.
-    """
+    """A model as it is on disk, in CPU memory. Raises JobFailure: invalid_model."""
     check_weights(source, is_reward=is_reward)
     check_weights_index(source.location, source.revision)
     auto, head = auto_class(load_config(source), is_reward=is_reward)
@@ -459,11 +420,8 @@ def load_whole(source: ModelSource, dtype: torch.dtype, *, is_reward: bool = Fal
 
 
 def quantize(spec: JobSpec, model: PreTrainedModel) -> dict[str, Any] | None:
-    """Quantize the model where the job does; returns what was done, for its record.
-
-    Raises:
-        JobFailure: invalid_request, where this model cannot be quantized so.
-    """
+    """Quantize the model where the job does; returns what was done, for its record. Raises JobFailure: invalid_request,
+    where this model cannot be quantized so."""
     if spec.train.qat:
         attention, mlp = linear_modules(model)
         return quantization.fake_quantize(model, [*attention, *mlp], spec.train.qat)
@@ -471,11 +429,8 @@ def quantize(spec: JobSpec, model: PreTrainedModel) -> dict[str, Any] | None:
 
 
 def adapter_config(model: PreTrainedModel, spec: LoraSpec, *, is_reward: bool = False) -> PeftConfig:
-    """PEFT's configuration of adapters for the modules that `spec` names in this model.
-
-    Raises:
-        JobFailure: invalid_request, when the model has no module of a given name, or one that LoRA cannot adapt.
-    """
+    """PEFT's configuration of adapters for the modules that `spec` names in this model. Raises JobFailure:
+    invalid_request, when the model has no module of a given name, or one that LoRA cannot adapt."""
     attention, mlp = linear_modules(model)
     unknown = [name for name in spec.target_modules if not _matching(attention + mlp, [name])]
     if unknown:

@@ -19,12 +19,10 @@ def check_isolation(model: PreTrainedModel, sequences: int = 2) -> None:
 
     Runs it on two rows of a few tokens. What comes out for the second must have no gradient at all in the first (a
     masked score is exactly 0 in every dtype, however small a leak is), and must be what comes out for that row alone.
+    Raises JobFailure: invalid_request.
 
     Args:
         sequences: of a batch. Flash kernels separate rows by their positions only in a batch of one.
-
-    Raises:
-        JobFailure: invalid_request.
     """
     first, second = _probes(model)
     together, embedded = _logits(model, sequences, first, second)

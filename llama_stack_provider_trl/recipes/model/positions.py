@@ -41,13 +41,11 @@ def positions_of(source: ModelSource) -> int | None:
 
 
 def check_length(model: PreTrainedModel, max_seq_length: int, role: str = "") -> None:
-    """Refuse sequences longer than the model has positions for. Training would fail, on CUDA without a message.
+    """Refuse sequences longer than the model has positions for. Training would fail, on CUDA without a message. Raises
+    JobFailure: invalid_request, naming both lengths.
 
     Args:
         role: what the model is in the job, and its name, where it is not the one that is trained.
-
-    Raises:
-        JobFailure: invalid_request, naming both lengths.
     """
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and max_seq_length > positions:

@@ -31,10 +31,8 @@ def base_arguments(dtype: Dtype, device: torch.device | str) -> dict[str, Any]:
     """Arguments of `from_pretrained` that load the base in 4 bits, directly onto `device`.
 
     Weights are stored as numbers of type bf16: FSDP2 shards only floating-point parameters, and its bf16 mixed
-    precision would convert, and so destroy, packed bits of any other type.
-
-    Raises:
-        JobFailure: invalid_request, when bitsandbytes is not installed.
+    precision would convert, and so destroy, packed bits of any other type. Raises JobFailure: invalid_request, when
+    bitsandbytes is not installed.
     """
     library("bitsandbytes", "algorithm_config.quantize_base")
     config = BitsAndBytesConfig(
@@ -108,13 +106,11 @@ def stored_quantization(config: PreTrainedConfig) -> Any:
 
 
 def refuse_quantized(config: PreTrainedConfig, model: str, *, is_quantized: bool) -> None:
-    """Refuse weights that were stored by bitsandbytes or torchao: the recipe quantizes while loading.
+    """Refuse weights that were stored by bitsandbytes or torchao: the recipe quantizes while loading. Raises
+    JobFailure: invalid_model.
 
     Args:
         is_quantized: the job quantizes weights, so that no other method is accepted either.
-
-    Raises:
-        JobFailure: invalid_model.
     """
     stored = stored_quantization(config)
     if not stored:
@@ -130,10 +126,7 @@ def refuse_quantized(config: PreTrainedConfig, model: str, *, is_quantized: bool
 
 def check_stored(config: PreTrainedConfig, model: str, *, is_quantized: bool) -> None:
     """Return if a model's weights are not quantized, or by a method that the job can train and whose library is here.
-
-    Raises:
-        JobFailure: invalid_model, with the method and what transformers requires; as `refuse_quantized`.
-    """
+    Raises JobFailure: invalid_model, with the method and what transformers requires; as `refuse_quantized`."""
     refuse_quantized(config, model, is_quantized=is_quantized)
     stored = stored_quantization(config)
     if stored is None:
@@ -155,11 +148,8 @@ def check_stored(config: PreTrainedConfig, model: str, *, is_quantized: bool) ->
 
 
 def prepare_4bit_base(model: PreTrainedModel) -> dict[str, Any]:
-    """Prepare a base in 4 bits for training; returns what was quantized, for the job's record.
-
-    Raises:
-        JobFailure: invalid_request, when it has no layer that bitsandbytes can hold in 4 bits.
-    """
+    """Prepare a base in 4 bits for training; returns what was quantized, for the job's record. Raises JobFailure:
+    invalid_request, when it has no layer that bitsandbytes can hold in 4 bits."""
     layers = [module for module in model.modules() if _is_4bit(module)]
     if not layers:
         raise JobFailure(
@@ -192,11 +182,9 @@ def fake_quantize(model: PreTrainedModel, layers: Iterable[str], qat: QatSpec) -
     """Make the named linear layers compute with weights (and activations) rounded as the quantizer would, in fp32.
 
     The weights themselves stay plain, under their names. Gradients pass the rounding unchanged (straight-through).
-    Returns what was done, for the job's record. Source: torchao's `QATConfig`, step "prepare".
-
-    Raises:
-        JobFailure: invalid_request, when torchao is not installed, or a layer is no torch.nn.Linear, or its width no
-            multiple of the group size.
+    Returns what was done, for the job's record. Source: torchao's `QATConfig`, step "prepare". Raises JobFailure:
+    invalid_request, when torchao is not installed, or a layer is no torch.nn.Linear, or its width no multiple of the
+    group size.
     """
     torchao = library("torchao.quantization", "QAT")
     names = set(layers)
@@ -243,11 +231,7 @@ def _check_layers(model: PreTrainedModel, modules: dict[str, torch.nn.Module], g
 
 
 def library(name: str, feature: str) -> ModuleType:
-    """Import a module of the extra `quantization`.
-
-    Raises:
-        JobFailure: invalid_request, when it is not installed.
-    """
+    """Import a module of the extra `quantization`. Raises JobFailure: invalid_request, when it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -56,25 +56,19 @@ def exports(spec: JobSpec) -> tuple[Kind, ...]:
 
 def export_dtype(spec: JobSpec, kind: Kind) -> Dtype:
     """In which numbers an export is written: those of the job, and `merged` in those of its base model where the job
-    computes in fp32 and the base has fewer bits, since nobody asked for a base of twice the size.
-
-    Raises:
-        JobFailure: invalid_model.
-    """
+    computes in fp32 and the base has fewer bits, since nobody asked for a base of twice the size. Raises JobFailure:
+    invalid_model."""
     if kind == "merged" and spec.compute.dtype == "fp32":
         return _NAMES.get(load_config(spec.source).dtype, "fp32")
     return spec.compute.dtype
 
 
 def write_configuration(model: PreTrainedModel, directory: Path, dtype: torch.dtype | None = None) -> None:
-    """Write all files of a whole model but its weights, before those: save_pretrained removes files of weights.
+    """Write all files of a whole model but its weights, before those: save_pretrained removes files of weights. Raises
+    JobFailure: invalid_model, where its configuration cannot be written; OSError: the disk is full.
 
     Args:
         dtype: that the configuration names; None: the model's own.
-
-    Raises:
-        JobFailure: invalid_model, where its configuration cannot be written.
-        OSError: the disk is full.
     """
     try:
         model.save_pretrained(directory, state_dict={})
@@ -92,14 +86,12 @@ def write_configuration(model: PreTrainedModel, directory: Path, dtype: torch.dt
 
 
 def try_exports(spec: JobSpec, tokenizer: PreTrainedTokenizerBase, warn: Callable[[str], None]) -> None:
-    """Write and read back the exports of a job, without weights: a failure must be known before training.
+    """Write and read back the exports of a job, without weights: a failure must be known before training. Raises
+    JobFailure: invalid_model, with the file and the problem; invalid_request, as `adapter_config`.
 
     Args:
         tokenizer: with the chat template that the job trains with.
         warn: called with what the exports will lack.
-
-    Raises:
-        JobFailure: invalid_model, with the file and the problem; invalid_request, as `adapter_config`.
     """
     kinds, fault = exports(spec), None
     if not kinds:

@@ -74,20 +74,15 @@ def refuse_unfitting(
     *,
     is_reward: bool = False,
 ) -> tuple[str, ...]:
-    """Compare the weights in a model's files with those that its configuration describes, once in a process.
+    """Compare the weights in a model's files with those that its configuration describes, once in a process. Returns
+    what the files have beyond that, as warnings; empty: nothing, or it could not be found out. Raises JobFailure:
+    invalid_model, with the first weight of another shape, and both shapes, or those that are missing; a file cannot be
+    read, or no model be built.
 
     Args:
-        config: of the model.
         outline: makes it without weights.
         may_lack: weights that may be new.
         is_reward: it is made as a reward model.
-
-    Returns:
-        What the files have beyond that, as warnings; empty: nothing, or it could not be found out.
-
-    Raises:
-        JobFailure: invalid_model, with the first weight of another shape, and both shapes, or those that are missing; a
-            file cannot be read, or no model be built.
     """
     key = _key(source, files, config, (*sorted(may_lack), is_reward))
     if key is None or key not in _compared:
@@ -157,12 +152,7 @@ def not_loadable(source: ModelSource, error: BaseException) -> JobFailure:
 def missing_weights(
     source: ModelSource, model: PreTrainedModel, missing: Sequence[str], found: Iterable[str] = ()
 ) -> JobFailure:
-    """The failure of a job whose model has no weights for some of its parameters.
-
-    Args:
-        missing: their names.
-        found: names in the files.
-    """
+    """The failure of a job whose model has no weights for some of its parameters."""
     kind = "reward model" if type(model).__name__.endswith("ForSequenceClassification") else "causal language model"
     advice = f"It is no {kind}, or a file is missing; name a complete one."
     there = _layers(found)

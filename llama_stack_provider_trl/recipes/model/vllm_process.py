@@ -48,7 +48,6 @@ class VllmProcess:
     """vLLM with a model, which answers batches.
 
     Args:
-        python: the interpreter that has it.
         writer: gets heartbeats while the process loads weights.
         todo: what to do where vLLM cannot have the model.
         less: what to do where memory runs out.
@@ -59,13 +58,10 @@ class VllmProcess:
         self._child: subprocess.Popen[str] | None = None
 
     def start(self, settings: dict[str, Any], inherited: Sequence[int] = ()) -> None:
-        """Start vLLM with the model of its settings.
+        """Start vLLM with the model of its settings. Raises JobFailure: it cannot be started, or cannot load the model.
 
         Args:
             inherited: file descriptors that the process gets.
-
-        Raises:
-            JobFailure: it cannot be started, or cannot load the model.
         """
         try:
             self._child = subprocess.Popen(

@@ -55,11 +55,8 @@ def _problem_of(schema: str) -> str:
 
 
 def tokenizer_of(tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> Any:
-    """The tokens as the library reads them, which is to be kept: of 150,000 tokens it takes a second.
-
-    Raises:
-        JobFailure: invalid_request, the tokenizer is not one of the library tokenizers.
-    """
+    """The tokens as the library reads them, which is to be kept: of 150,000 tokens it takes a second. Raises
+    JobFailure: invalid_request, the tokenizer is not one of the library tokenizers."""
     from llguidance.hf import from_tokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -69,14 +66,7 @@ def tokenizer_of(tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> Any:
 
 
 class SchemaMatcher:
-    """The state of one answer within a schema.
-
-    Args:
-        tokenizer: as `tokenizer_of` makes it.
-
-    Raises:
-        JobFailure: invalid_request.
-    """
+    """The state of one answer within a schema. Raises JobFailure: invalid_request."""
 
     def __init__(self, tokenizer: Any, schema: str) -> None:
         from llguidance import LLMatcher

@@ -72,11 +72,8 @@ class _Voice:
 
 
 class ServedModel:
-    """Loads the model. Its method `answer` may be called from any number of threads.
-
-    Raises:
-        JobFailure: the model cannot be used.
-    """
+    """Loads the model. Its method `answer` may be called from any number of threads. Raises JobFailure: the model
+    cannot be used."""
 
     def __init__(self, spec: ServeSpec) -> None:
         self._source, self._directory = spec.source, spec.adapters
@@ -99,14 +96,11 @@ class ServedModel:
         self._admitted, self._turn = Turns(spec.at_once), Turns()
 
     def answer(self, request: ServeRequest, send: Callable[[Answer], None], check: Callable[[], None]) -> None:
-        """Answer a request.
+        """Answer a request. Raises JobFailure: the request, or its adapter, cannot be used. Others can.
 
         Args:
             send: gets the parts of the answer; may take its time, while others have the model.
             check: called before each token; raises where the answer is no longer wanted.
-
-        Raises:
-            JobFailure: the request, or its adapter, cannot be used. Others can.
         """
         with self._admitted:
             check()
@@ -219,11 +213,8 @@ class ServedModel:
         return _Voice(tokenizer, sorted({*self._own_ends, *([] if end is None else [end])}), adapter)
 
     def _remove_others(self, kind: Any) -> None:
-        """Remove the adapters in memory if they are of another kind: PEFT keeps one kind in a model.
-
-        Raises:
-            JobFailure: one of them is answering.
-        """
+        """Remove the adapters in memory if they are of another kind: PEFT keeps one kind in a model. Raises JobFailure:
+        one of them is answering."""
         if self._peft is None or all(config.peft_type == kind for config in self._peft.peft_config.values()):
             return
         adapted = {name: voice for name, voice in self._voices.items() if name is not None}

@@ -24,7 +24,6 @@ class AnswerText:
     stop text.
 
     Args:
-        stops: texts that end the answer.
         before: tokens that the answer continues: its text is what it adds to theirs. SentencePiece writes a space as a
             part of the next word, and drops that of the first one. Empty: the answer is a text of its own.
     """

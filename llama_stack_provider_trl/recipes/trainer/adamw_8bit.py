@@ -26,9 +26,7 @@ class AdamW8Bit(torch.optim.Optimizer):
     """AdamW; the moments of weights for which `has_8_bit_moments` are codes with a scale per block, others fp32.
 
     State of each weight: `step`, `exp_avg` and `exp_avg_sq`; of codes also `exp_avg_scale` and `exp_avg_sq_scale`.
-
-    Raises:
-        JobFailure: invalid_request, when bitsandbytes is not installed.
+    Raises JobFailure: invalid_request, when bitsandbytes is not installed.
     """
 
     def __init__(
@@ -52,11 +50,8 @@ class AdamW8Bit(torch.optim.Optimizer):
                 self._update(group, weight, state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `recipes.checkpoint.optimizer_state` has read. torch's own method would make the codes fp32.
-
-        Raises:
-            ValueError: a state does not have the tensors that its weight needs; a kernel would read beyond them.
-        """
+        """Load what `recipes.checkpoint.optimizer_state` has read. torch's own method would make the codes fp32. Raises
+        ValueError: a state does not have the tensors that its weight needs; a kernel would read beyond them."""
         weights = [weight for group in self.param_groups for weight in group["params"]]
         states: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for number, saved in state_dict["state"].items():

@@ -41,8 +41,6 @@ def align(
     does not write the text as it is (since its tokenizer normalizes text), or is beyond `most`, nothing is compared.
 
     Args:
-        ids: the model's tokens.
-        encode: the teacher's tokens of a text.
         most: of the teacher's tokens.
         has_ended: the last of `ids` ends the answer; it is no part of the text.
         end: the teacher's token for that, which is compared; None: ends are not.

@@ -83,7 +83,6 @@ class AnswersPrompts(ScoresReference):
 
     Args:
         spec: of a method that answers prompts.
-        sampling: how tokens are chosen.
         model: whose weights are trained, or to which `peft_config` adds adapters.
     """
 
@@ -142,14 +141,12 @@ class AnswersPrompts(ScoresReference):
 
     @abstractmethod
     def collate_answers(self, batches: list[dict[str, Any]], answers: list[list[list[int]]]) -> int:
-        """Put the answers of an optimizer step into its batches, and note their metrics. A collective.
+        """Put the answers of an optimizer step into its batches, and note their metrics. A collective. Returns tokens
+        of the answers of all ranks.
 
         Args:
             batches: of this rank, with prompts and rows.
             answers: token ids, of each batch.
-
-        Returns:
-            Tokens of the answers of all ranks.
         """
 
     def answer_batches(self, batches: list[dict[str, Any]]) -> list[list[list[int]]]:

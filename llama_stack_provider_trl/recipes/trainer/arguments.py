@@ -79,11 +79,8 @@ def optimizer_class(spec: JobSpec, device: torch.device) -> tuple[type[torch.opt
 
 
 def scheduler_arguments(optimizer: OptimizerSpec, total_steps: int) -> dict[str, Any]:
-    """Arguments of transformers' schedule beyond the warmup.
-
-    Raises:
-        JobFailure: invalid_request, where the job is too short for its warmup and decay.
-    """
+    """Arguments of transformers' schedule beyond the warmup. Raises JobFailure: invalid_request, where the job is too
+    short for its warmup and decay."""
     if optimizer.scheduler == "cosine":
         return {"num_cycles": optimizer.num_cycles}
     if optimizer.scheduler != "warmup_stable_decay":

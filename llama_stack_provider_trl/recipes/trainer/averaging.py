@@ -52,7 +52,8 @@ class OuterOptimizer:
             for weight in self._weights.values():
                 _local(weight).copy_(workers.broadcast(_local(weight).contiguous()))
         self._common = {name: _local(weight).to(torch.float32, copy=True) for name, weight in self._weights.items()}
-        self.momentum = {name: _zeros(weight) for name, weight in self._weights.items()}
+        zeros = partial(torch.zeros_like, dtype=torch.float32, requires_grad=False)
+        self.momentum = {name: zeros(weight) for name, weight in self._weights.items()}
         """As large as the weights, and sharded as they are."""
         if checkpoint is not None:
             read_momentum(self.momentum, checkpoint)
@@ -118,7 +119,3 @@ def without_ddp(accelerator: Accelerator) -> Iterator[None]:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _zeros(weight: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(weight, dtype=torch.float32, requires_grad=False)

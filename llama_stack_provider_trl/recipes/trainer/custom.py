@@ -100,11 +100,8 @@ _ENGINE_METRICS = (
 
 
 def custom_trainer(spec: JobSpec, method: CustomSpec) -> type[RecipeTrainer]:
-    """The trainer of a job whose method is that of a package.
-
-    Raises:
-        JobFailure: the package is not installed here, cannot be imported, or has another method of this name.
-    """
+    """The trainer of a job whose method is that of a package. Raises JobFailure: the package is not installed here,
+    cannot be imported, or has another method of this name."""
     found = _find(method)
     if ALGORITHMS[found.method.rows] != spec.algorithm:
         raise _failure(method, f"{found.package} {found.version} reads {found.method.rows} here")
@@ -153,11 +150,7 @@ def other_version(spec: JobSpec) -> str:
 
 def check_rows_of_jobs(spec: JobSpec) -> None:
     """Have a custom method check rows that another job has made, which were not known when the job was submitted.
-
-    Raises:
-        InvalidRows: it refuses a row.
-        JobFailure: it cannot be used here.
-    """
+    Raises InvalidRows: it refuses a row; JobFailure: it cannot be used here."""
     if spec.data.dataset.of_job is None or not isinstance(spec.method, CustomSpec):
         return
     try:

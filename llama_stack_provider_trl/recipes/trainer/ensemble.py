@@ -27,11 +27,8 @@ from .trl_patches import computing_heads, fuse_head, with_adapter
 
 
 def check_members(spec: JobSpec) -> None:
-    """Refuse members whose vocabulary differs from that of the first one, whose tokenizer reads the rows.
-
-    Raises:
-        JobFailure: invalid_model, naming both models and where they differ.
-    """
+    """Refuse members whose vocabulary differs from that of the first one, whose tokenizer reads the rows. Raises
+    JobFailure: invalid_model, naming both models and where they differ."""
     tokenizer = load_tokenizer(spec.source)
     for source in dict.fromkeys(member.source for member in spec.does.ensemble):
         if source.model != spec.source.model and (problem := vocabulary_problem(tokenizer, source)):
@@ -53,14 +50,8 @@ class EnsembleRecipe(SftRecipe):
         """Theirs, for the batch at hand."""
 
     def add_members(self, load: Callable[[JobSpec, torch.device], Any]) -> None:
-        """Load the members after the first. Those with LoRA on the same base share it.
-
-        Args:
-            load: loads the policy of a job (`recipes.build.load_policy`).
-
-        Raises:
-            JobFailure: as for the first one.
-        """
+        """Load the members after the first. Those with LoRA on the same base share it. Raises JobFailure: as for the
+        first one. `load` loads the policy of a job (`recipes.build.load_policy`)."""
         first, *others = self._members
         shared: dict[Any, Any] = {_base_of(first): self.model}
         for number, member in enumerate(others, 2):

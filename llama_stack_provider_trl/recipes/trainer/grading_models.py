@@ -27,10 +27,7 @@ class GradingModel:
     """A model that is ready to reply, whole on each rank, in the dtype in which the job computes.
 
     It reads a question by its own tokenizer and chat template, so that its vocabulary need not be that of the model
-    that is trained.
-
-    Raises:
-        JobFailure: invalid_model.
+    that is trained. Raises JobFailure: invalid_model.
     """
 
     def __init__(self, spec: JobSpec, model: FurtherModel, device: torch.device) -> None:
@@ -54,13 +51,7 @@ class GradingModel:
         """The replies to some questions, each about an answer to the row of a number.
 
         In bf16 the most likely token may be another one where a question stands in another batch: after a shortage of
-        memory, or with another number of ranks.
-
-        Args:
-            alive: called at each token.
-
-        Raises:
-            JobFailure: the chat template refuses a question.
+        memory, or with another number of ranks. Raises JobFailure: the chat template refuses a question.
         """
 
         def on_token() -> None:

@@ -9,11 +9,7 @@ from ...specs.methods import VllmSpec
 
 
 class Correction:
-    """The ratios of an optimizer step.
-
-    Args:
-        spec: with its mode and bounds.
-    """
+    """The ratios of an optimizer step."""
 
     def __init__(self, spec: VllmSpec) -> None:
         self._spec = spec

@@ -134,11 +134,7 @@ class LaterMetrics(TrainingMetrics):
         return loss
 
     def read_metrics(self) -> None:
-        """Log the step whose metrics are not read yet, if there is one.
-
-        Raises:
-            JobFailure: diverged, at that step.
-        """
+        """Log the step whose metrics are not read yet, if there is one. Raises JobFailure: diverged, at that step."""
         held, self._held = self._held, None
         if held is None:
             return

@@ -28,11 +28,8 @@ _CUSTOM: dict[str, _Arguments] = {"sft": sft_arguments, "dpo": pair_arguments}
 
 
 def trainer_of(spec: JobSpec) -> tuple[type[RecipeTrainer], _Arguments]:
-    """The trainer of a job, and the arguments that it gets.
-
-    Raises:
-        JobFailure: the job's method is that of a package that cannot be used here.
-    """
+    """The trainer of a job, and the arguments that it gets. Raises JobFailure: the job's method is that of a package
+    that cannot be used here."""
     if isinstance(spec.method, CustomSpec):
         return custom_trainer(spec, spec.method), _CUSTOM[METHODS[spec.algorithm].rows]
     if spec.method.other_vocabulary is not None:

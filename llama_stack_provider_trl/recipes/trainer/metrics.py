@@ -92,11 +92,8 @@ class TrainingMetrics(JobTrainer):
         self._sum_logged({})
 
     def _sum_logged(self, logs: dict[str, float]) -> dict[str, float]:
-        """Sum over the ranks what each has counted on its own since the last call. A collective.
-
-        Returns:
-            The logs, with the mean of the gradients' norms and the bytes of the outer steps.
-        """
+        """Sum over the ranks what each has counted on its own since the last call. A collective. Returns the logs, with
+        the mean of the gradients' norms and the bytes of the outer steps."""
         sums = self._sums["train"] if logs else {}
         norm = torch.as_tensor(logs.get("grad_norm", 0.0))
         values = [self._own_tokens, norm, *(part for pair in sums.values() for part in pair)]

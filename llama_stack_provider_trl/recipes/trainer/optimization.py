@@ -40,11 +40,8 @@ class Optimization(TrainingMetrics):
         self.optimizer_cls_and_kwargs = optimizer_class(self.spec, self.args.device)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Create Trainer's scheduler, with the arguments that depend on the number of steps.
-
-        Raises:
-            JobFailure: invalid_request, where the job is too short for its warmup and decay.
-        """
+        """Create Trainer's scheduler, with the arguments that depend on the number of steps. Raises JobFailure:
+        invalid_request, where the job is too short for its warmup and decay."""
         if problem := problem_of_warmup(self.spec.train.optimizer, num_training_steps):
             self._writer.write(Warned(message=problem))
         self.args.lr_scheduler_kwargs = scheduler_arguments(self.spec.train.optimizer, num_training_steps)

@@ -59,11 +59,8 @@ def is_needed(spec: JobSpec) -> bool:
 
 
 def check_vocabulary(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a reference model whose vocabulary differs from that of the base model's tokenizer.
-
-    Raises:
-        JobFailure: invalid_model, naming both models and where they differ.
-    """
+    """Refuse a reference model whose vocabulary differs from that of the base model's tokenizer. Raises JobFailure:
+    invalid_model, naming both models and where they differ."""
     reference = spec.reference_source
     if spec.method.other_vocabulary is not None:
         check_pieces(spec, tokenizer)
@@ -86,11 +83,8 @@ def check_vocabulary(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def check_pieces(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[Pieces, Pieces, PreTrainedTokenizerBase]:
-    """The pieces of a model and of its teacher with another vocabulary, and the teacher's tokenizer.
-
-    Raises:
-        JobFailure: invalid_model, naming the model whose tokens cannot be compared.
-    """
+    """The pieces of a model and of its teacher with another vocabulary, and the teacher's tokenizer. Raises JobFailure:
+    invalid_model, naming the model whose tokens cannot be compared."""
     theirs = load_tokenizer(spec.reference_source)
     pieces_of_both = []
     for name, source, own in (
@@ -111,11 +105,8 @@ def check_pieces(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[Pie
 
 
 def vocabulary_problem(tokenizer: PreTrainedTokenizerBase, source: ModelSource) -> str:
-    """Why a model cannot score what a tokenizer has made, as a sentence's end; empty: it can.
-
-    Raises:
-        JobFailure: invalid_model, where the model's own tokenizer cannot be loaded.
-    """
+    """Why a model cannot score what a tokenizer has made, as a sentence's end; empty: it can. Raises JobFailure:
+    invalid_model, where the model's own tokenizer cannot be loaded."""
     ours, theirs = tokenizer.get_vocab(), load_tokenizer(source).get_vocab()
     different = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
     if different:
@@ -126,11 +117,8 @@ def vocabulary_problem(tokenizer: PreTrainedTokenizerBase, source: ModelSource) 
 
 
 def load_reference(spec: JobSpec, device: torch.device, accelerator: Accelerator) -> torch.nn.Module:
-    """The reference model, frozen and ready to score; under FSDP2 each rank holds a part of every layer.
-
-    Raises:
-        JobFailure: invalid_model or invalid_request, as for the policy.
-    """
+    """The reference model, frozen and ready to score; under FSDP2 each rank holds a part of every layer. Raises
+    JobFailure: invalid_model or invalid_request, as for the policy."""
     storage = WeightStorage.of(spec)
     model = load_model(spec.reference_source, storage, device).requires_grad_(False).eval()
     set_attention(spec, model)
@@ -170,7 +158,6 @@ class Precomputation:
 
     Args:
         trainer: a DpoRecipe that has not begun to train.
-        heartbeat: called after every batch.
         should_stop: called after every batch, on all ranks.
     """
 

@@ -41,14 +41,11 @@ class RewardScorer:
     """A reward model that is ready to score, whole on each rank.
 
     It reads an answer as its job has read those that it was trained on: as the last turn of the conversation, by its
-    own tokenizer and chat template, cut as they were, at its own `max_seq_length`. So its vocabulary need
-    not be that of the model that answers.
+    own tokenizer and chat template, cut as they were, at its own `max_seq_length`. So its vocabulary need not be that
+    of the model that answers. Raises JobFailure: invalid_model.
 
     Args:
         dtype: that of the job whose answers are rewarded; weights are in fp32 there, else in bf16.
-
-    Raises:
-        JobFailure: invalid_model.
     """
 
     def __init__(self, spec: RewardModel, dtype: Dtype, device: torch.device) -> None:
@@ -74,7 +71,6 @@ class RewardScorer:
 
         Args:
             numbers: of the row of each, for messages.
-            alive: called before the forward.
         """
         answers: list[list[Message]] = [[{"role": "assistant", "content": text}] for text in completions]
         rows = [*zip(prompts, answers, numbers, strict=True)]

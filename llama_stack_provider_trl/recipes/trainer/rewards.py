@@ -47,11 +47,8 @@ class Scores(NamedTuple):
 
 
 class Rewards:
-    """The rewards of a job. Functions are imported here; `load_models` loads what its reward models are.
-
-    Raises:
-        JobFailure: a function is not installed, or cannot be imported; a grader cannot be used.
-    """
+    """The rewards of a job. Functions are imported here; `load_models` loads what its reward models are. Raises
+    JobFailure: a function is not installed, or cannot be imported; a grader cannot be used."""
 
     def __init__(self, spec: GrpoSpec) -> None:
         self._sources = spec.rewards
@@ -87,14 +84,11 @@ class Rewards:
     ) -> list[dict[str, Replied]]:
         """What the models of graders write of each completion, by the names of the sources.
 
-        Each grader asks its model about all completions together.
+        Each grader asks its model about all completions together. Raises JobFailure: a chat template refuses the
+        messages of a grader.
 
         Args:
             rows, row_numbers: as of `score`.
-            alive: called at each token.
-
-        Raises:
-            JobFailure: a chat template refuses the messages of a grader.
         """
         found: list[dict[str, dict[str, Reply | GradingError]]] = [{} for _ in completions]
         for source in self._sources:
@@ -145,7 +139,8 @@ class Rewards:
         alive: Callable[[], object] = lambda: None,
         replied: Sequence[Mapping[str, Replied]] = (),
     ) -> Scores:
-        """Rewards of completions.
+        """Rewards of completions. Raises JobFailure: a function raises, or does not return a finite number for each
+        completion.
 
         Args:
             checked: of each completion, its prompt and what its checks compare it with.
@@ -153,9 +148,6 @@ class Rewards:
             row_numbers: of each completion, for messages.
             alive: called before each source, and before each completion that is checked: a check may take a second.
             replied: of each completion, as `ask`; empty: no grader asks a model.
-
-        Raises:
-            JobFailure: a function raises, or does not return a finite number for each completion.
         """
         numbers = iter(range(len(self._sources)))
         values, timed_out, without_room, errors = [], [], [], []

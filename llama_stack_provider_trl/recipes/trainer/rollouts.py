@@ -30,7 +30,6 @@ def rolled_out(
 
     Args:
         step: optimizer step that they train, from 1.
-        row: of the dataset, from 0.
     """
     return RolledOut(
         step=step,

@@ -25,11 +25,6 @@ class PromptAnswers:
     A prompt alone needs no padding and no mask, so every kind of attention that trains can answer it, that of batches
     in one sequence too; and its keys and values take little memory. Ranks that each hold the whole model divide the
     prompts. Ranks that shard it compute every forward together, with the tokens that rank 0 chooses.
-
-    Args:
-        prompts: token ids of each.
-        max_new_tokens: of an answer.
-        heartbeat: called after each token.
     """
 
     def __init__(
@@ -38,11 +33,8 @@ class PromptAnswers:
         self._trainer, self._prompts, self._most, self._heartbeat = trainer, prompts, max_new_tokens, heartbeat
 
     def take_first(self) -> list[Answer]:
-        """As `take`, before the first step: a model that cannot answer prompts is found here, not after hours.
-
-        Raises:
-            JobFailure: invalid_request.
-        """
+        """As `take`, before the first step: a model that cannot answer prompts is found here, not after hours. Raises
+        JobFailure: invalid_request."""
         try:
             return self.take()
         except (TypeError, ValueError, AttributeError, LookupError) as error:

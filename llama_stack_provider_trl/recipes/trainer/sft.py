@@ -96,9 +96,7 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
         """Sum of the losses of each row's trained tokens, and their number, each of shape (rows,).
 
         Args:
-            losses: of tokens.
             mask: which of them are trained, same shape.
-            scored: trained tokens of each row.
         """
         counts = moved(torch.tensor(scored), losses.device)
         if self.spec.compute.padding_free:

@@ -155,11 +155,8 @@ class StepCheckpoints(DataOrder, Optimization):
 
     def restore(self, checkpoint: Path) -> int:
         """Restore the state of a step checkpoint that `train(resume_from_checkpoint=...)` does not; returns its step.
-
-        Raises:
-            JobFailure: invalid_request, where its optimizer steps took another number of rows: the position in the data
-                would differ, and so would every later number.
-        """
+        Raises JobFailure: invalid_request, where its optimizer steps took another number of rows: the position in the
+        data would differ, and so would every later number."""
         self._restored = json.loads((checkpoint / _STATE).read_text())
         rows = self._restored.get("rows_per_step", self.batch_plan.rows_per_step)
         if rows != self.batch_plan.rows_per_step:

@@ -60,11 +60,8 @@ OVERRIDDEN_KTO = ("_compute_loss", "_prepare_dataset")
 
 
 def require_releases() -> None:
-    """Return if the installed releases have the private names that the recipes use.
-
-    Raises:
-        JobFailure: launch_failed, with what was found and what was expected.
-    """
+    """Return if the installed releases have the private names that the recipes use. Raises JobFailure: launch_failed,
+    with what was found and what was expected."""
     import transformers
     import trl
 
@@ -98,13 +95,11 @@ def _mismatch(found: str) -> JobFailure:
 def choose_head_kernels(kind: str) -> tuple[str, str]:
     """Have fused heads of this process compute in torch where Triton cannot compile its kernels.
 
-    TRL uses Triton on every GPU, and a process without a C compiler would fail at its first step.
+    TRL uses Triton on every GPU, and a process without a C compiler would fail at its first step. Returns what fused
+    heads compute with, triton or torch, and a warning; empty: none is due.
 
     Args:
         kind: cuda, mps or cpu.
-
-    Returns:
-        What fused heads compute with, triton or torch, and a warning; empty: none is due.
     """
     import trl.kernels.chunked_divergence as divergence
     import trl.kernels.chunked_logprob as kernels
@@ -140,7 +135,6 @@ def fuse_head(model: Any, outputs: tuple[str, ...], temperature: float = 1.0) ->
 
     Args:
         outputs: what is computed per token. TRL itself also asks for entropy, one more pass over the vocabulary.
-        temperature: divides the logits.
     """
     from trl.trainer.utils import add_fused_lm_head
 
@@ -275,7 +269,6 @@ def fast_head(
 
     Args:
         kind: of the device: on cuda TRL's kernels compute.
-        alike: see `weighs_tokens_alike`.
     """
     import torch
     import trl.trainer.utils as utils
@@ -317,12 +310,8 @@ def every_position() -> Iterator[None]:
 
 @contextmanager
 def computing_heads(compute: Callable[[Head, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
-    """While this is open, a function computes what fused heads do.
-
-    Args:
-        compute: gets a `recipes.fast.head.Head` and the targets, shape (tokens,); returns their log-probabilities, and
-            whether each is the most probable token.
-    """
+    """While this is open, a function computes what fused heads do. `compute` gets a `recipes.fast.head.Head` and the
+    targets, shape (tokens,); returns their log-probabilities, and whether each is the most probable token."""
     import torch
     import trl.trainer.utils as utils
 

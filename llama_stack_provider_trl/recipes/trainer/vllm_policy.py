@@ -40,8 +40,6 @@ class VllmPolicy:
     """vLLM with the model of a job. A context manager: its process runs while it is open.
 
     Args:
-        sampling: how tokens are chosen.
-        most: tokens of an answer.
         at_once: answers of an optimizer step.
     """
 
@@ -108,7 +106,6 @@ class VllmPolicy:
 
         Args:
             seeds: of the random numbers of each answer.
-            alive: called as vLLM advances.
         """
         if self._weights is None:
             raise AssertionError("vLLM is not started")

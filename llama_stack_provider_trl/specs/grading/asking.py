@@ -67,11 +67,7 @@ def replying_of(grader: Asking) -> Replying:
 
 
 def question_of(grader: Asking, values: Values) -> Question:
-    """What the model of a grader reads of an answer and its row.
-
-    Raises:
-        MissingValue, ValueError: as `rendered`.
-    """
+    """What the model of a grader reads of an answer and its row. Raises MissingValue, ValueError: as `rendered`."""
     messages = [
         {
             "role": "system" if message.role == "developer" else message.role,
@@ -102,10 +98,7 @@ def score_of(grader: Asking, reply: Reply) -> float:
     """The reward in a reply: its number, within the range, or whether its label passes.
 
     It is `result` of the JSON in the reply, or the whole reply. What precedes a `</think>` is thoughts, and so is what
-    follows a `<think>` that has none.
-
-    Raises:
-        GradingError: it has no number, or no label.
+    follows a `<think>` that has none. Raises GradingError: it has no number, or no label.
     """
     text = reply.text.rpartition(END_THINK)[2]
     found = None if THINK in text else _result_of(text)

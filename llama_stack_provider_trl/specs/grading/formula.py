@@ -59,10 +59,7 @@ class Formula:
 
 def parsed(text: str) -> Formula:
     """Read a formula: numbers, names of graders, + - * / ** (or ^), parentheses, and the functions in `FUNCTIONS`.
-
-    Raises:
-        ValueError: it is not one; what was found, and where.
-    """
+    Raises ValueError: it is not one; what was found, and where."""
     if len(text) > MOST_FORMULA:
         raise ValueError(f"it has {len(text)} characters, at most {MOST_FORMULA} are supported")
     parser = _FormulaReader(_tokens(text))

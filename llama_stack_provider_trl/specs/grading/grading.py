@@ -87,16 +87,11 @@ def questions_of(grader: Grader, text: str, item: Mapping[str, Any]) -> dict[str
 
 
 def graded(grader: Grader, text: str, item: Mapping[str, Any], replied: Replied | None = None) -> Graded:
-    """Grade an answer.
+    """Grade an answer. Raises JobFailure: rank_failed, this machine is too busy to run a source, also some seconds
+    later: a reward of 0 would teach what nobody has graded.
 
     Args:
-        text: the answer.
-        item: all columns of its row.
         replied: to `questions_of`, where models answer.
-
-    Raises:
-        JobFailure: rank_failed, this machine is too busy to run a source, also some seconds later: a reward of 0 would
-            teach what nobody has graded.
     """
     values, leaves, known = values_of(text, item), leaves_of(grader), _of_replies(grader, replied)
     for wait in (*_WAITS_S, None):
@@ -117,11 +112,8 @@ def graded(grader: Grader, text: str, item: Mapping[str, Any], replied: Replied 
 
 
 def graded_for_request(grader: Grader, text: str, item: Mapping[str, Any], replied: Replied | None = None) -> Graded:
-    """`graded` where requests are served: whatever may be costly is computed by other processes, within limits.
-
-    Raises:
-        LimitReached: the caller has used its CPU time, or the machine is too busy.
-    """
+    """`graded` where requests are served: whatever may be costly is computed by other processes, within limits. Raises
+    LimitReached: the caller has used its CPU time, or the machine is too busy."""
     leaves, values = leaves_of(grader), values_of(text, item)
     deadline = time.monotonic() + WALL_S
     outcomes: dict[str, Outcome] = _of_replies(grader, replied)
@@ -162,14 +154,11 @@ def _compares(leaf: Leaf) -> bool:
 def _outcomes(
     leaves: Mapping[str, Leaf], values: Values, known: Mapping[str, Outcome], deadline: float | None = None
 ) -> dict[str, Outcome]:
-    """Of each grader, up to the first one that is too late.
+    """Of each grader, up to the first one that is too late. Raises LimitReached: as `graded_for_request`.
 
     Args:
         known: those that are computed.
         deadline: None: `WALL_S` from now on.
-
-    Raises:
-        LimitReached: as `graded_for_request`.
     """
     deadline = time.monotonic() + WALL_S if deadline is None else deadline
     outcomes: dict[str, Outcome] = {}

@@ -49,12 +49,8 @@ def problem_of_machine() -> str:
 @lru_cache(maxsize=64)
 def problem_of_source(source: str) -> str:
     """Why a source can never grade, with its line; empty: it may. It is parsed in a process with limits, which imports
-    what it does, and does not run it.
-
-    Raises:
-        LimitReached: the machine is too busy, or the caller whose request orders it has used its CPU time.
-        OSError: no process can be started.
-    """
+    what it does, and does not run it. Raises LimitReached: the machine is too busy, or the caller whose request orders
+    it has used its CPU time; OSError: no process can be started."""
     try:
         found = LIMITS.call(_problems, source)
     except (LimitExceeded, RuntimeError):

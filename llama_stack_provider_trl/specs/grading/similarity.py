@@ -48,11 +48,7 @@ def load_libraries() -> None:
 
 
 def similarity(metric: str, text: str, reference: str) -> float:
-    """From 0 to 1.
-
-    Raises:
-        ValueError: a text is too long, or the metric cannot be used here.
-    """
+    """From 0 to 1. Raises ValueError: a text is too long, or the metric cannot be used here."""
     for one in (text, reference):
         if len(one) > MOST_CHARACTERS:
             raise ValueError(f"found {len(one)} characters, at most {MOST_CHARACTERS} are compared")

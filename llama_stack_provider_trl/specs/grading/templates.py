@@ -29,11 +29,8 @@ class MissingValue(ValueError):
 
 
 def names_of(template: str) -> list[Path]:
-    """What a template names, in its order: ("item", "x", "y") for `{{ item.x.y }}`.
-
-    Raises:
-        ValueError: it names something that there is not, or is too long.
-    """
+    """What a template names, in its order: ("item", "x", "y") for `{{ item.x.y }}`. Raises ValueError: it names
+    something that there is not, or is too long."""
     if len(template) > MOST_TEMPLATE:
         raise ValueError(f"it has {len(template)} characters, at most {MOST_TEMPLATE} are supported")
     found = [_path(place[1]) for place in _PLACE.finditer(template)]
@@ -78,13 +75,8 @@ def value_at(path: Path, values: Values) -> Any:
 
 
 def rendered(template: str, values: Values) -> str:
-    """A template with the values that it names: text as it is, anything else as JSON. What JSON
-    lacks, such as a date, is its text.
-
-    Raises:
-        MissingValue: a value is not there.
-        ValueError: the text is too long.
-    """
+    """A template with the values that it names: text as it is, anything else as JSON. What JSON lacks, such as a date,
+    is its text. Raises MissingValue: a value is not there; ValueError: the text is too long."""
     parts, length = list[str](), 0
     for part in _rendered(template, values):
         parts.append(part)

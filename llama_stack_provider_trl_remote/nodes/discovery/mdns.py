@@ -44,11 +44,7 @@ class DiscoveryError(TrlError, RuntimeError):
 
 
 def require_zeroconf(what: str) -> ModuleType:
-    """Import zeroconf.
-
-    Raises:
-        DiscoveryError: it is not installed.
-    """
+    """Import zeroconf. Raises DiscoveryError: it is not installed."""
     try:
         import zeroconf.asyncio
     except ImportError as error:
@@ -123,11 +119,8 @@ async def _announce(library: ModuleType, make: Callable[[], Sighting]) -> None:
 
 
 async def browse(seconds: float) -> list[Sighting]:
-    """Announcements that come within these seconds.
-
-    Raises:
-        DiscoveryError: zeroconf is not installed, or no interface can be searched.
-    """
+    """Announcements that come within these seconds. Raises DiscoveryError: zeroconf is not installed, or no interface
+    can be searched."""
     library = require_zeroconf("mDNS")
     addresses = own_addresses()
     if not addresses:

@@ -44,11 +44,8 @@ class Probed:
 
 
 def addresses_of(subnets: Sequence[str]) -> list[str]:
-    """Every address of these subnets, once.
-
-    Raises:
-        InvalidRequest: one is no subnet or not of a local network, or they have more than `MOST_ADDRESSES`.
-    """
+    """Every address of these subnets, once. Raises InvalidRequest: one is no subnet or not of a local network, or they
+    have more than `MOST_ADDRESSES`."""
     networks = []
     for text in subnets:
         try:

@@ -29,12 +29,8 @@ def here(environ: Mapping[str, str] = os.environ) -> Here:
 
 
 async def search(subnets: Sequence[str], seconds: float) -> Search:
-    """Search for so long, at most.
-
-    Raises:
-        InvalidRequest: see `addresses_of`.
-        DiscoveryError: mDNS cannot be used here, and no subnet is named.
-    """
+    """Search for so long, at most. Raises InvalidRequest: see `addresses_of`; DiscoveryError: mDNS cannot be used here,
+    and no subnet is named."""
     addresses = addresses_of(subnets)
     notes: list[str] = []
 

@@ -67,11 +67,7 @@ class Seen(NamedTuple):
 
 class Pool(Protocol):
     """Machines that another system owns. Every method may take seconds; `request`, `release` and `observe` are repeated
-    after a crash, with the same order.
-
-    Raises:
-        PoolUnavailable, PoolRefusal.
-    """
+    after a crash, with the same order. Raises PoolUnavailable, PoolRefusal."""
 
     def choose(self, request_id: str, nodes: int, taken: Sequence[str]) -> str:
         """What the pool will find an order by, before anything is requested. It is stored first.

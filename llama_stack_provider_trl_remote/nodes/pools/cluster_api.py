@@ -31,7 +31,6 @@ class InClusterApi:
     """A `ClusterApi`.
 
     Args:
-        server: address of the API.
         account: directory with `token`, which Kubernetes renews, so that it is read for each call, and `ca.crt`.
     """
 

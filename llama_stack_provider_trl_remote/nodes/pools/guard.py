@@ -47,7 +47,6 @@ class Guard:
 
     Args:
         home: directory of the agent; created, and removed at the end.
-        command: of the agent.
     """
 
     def __init__(self, home: Path, command: list[str]) -> None:

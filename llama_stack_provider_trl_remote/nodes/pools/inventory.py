@@ -111,12 +111,8 @@ class Inventory(ExactValues, BaseModel):
 
 def read_inventory(path: Path) -> Inventory:
     """Read an inventory. Its relative paths begin at its own directory, and keys of `defaults` count for every machine
-    that lacks them.
-
-    Raises:
-        NodeError: the file cannot be read, has an unknown key or an invalid value, or a machine or name twice; one
-            sentence with the file and the key.
-    """
+    that lacks them. Raises NodeError: the file cannot be read, has an unknown key or an invalid value, or a machine or
+    name twice; one sentence with the file and the key."""
     try:
         found = yaml.load(decoded(path.read_bytes()), UniqueKeys)
     except OSError as error:

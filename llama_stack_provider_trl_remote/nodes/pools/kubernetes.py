@@ -20,11 +20,8 @@ Object = Mapping[str, Any]
 
 
 class ClusterApi(Protocol):
-    """A namespace of a Kubernetes cluster.
-
-    Raises:
-        PoolUnavailable: it does not answer, or not with what was requested; repeated later.
-    """
+    """A namespace of a Kubernetes cluster. Raises PoolUnavailable: it does not answer, or not with what was requested;
+    repeated later."""
 
     def create_job(self, manifest: Object) -> None:
         """Create a Job; one of its name that exists stays as it is. Raises PoolRefusal: it would be refused again."""
@@ -40,11 +37,7 @@ class ClusterApi(Protocol):
 
 
 class KubernetesPool:
-    """A namespace of a Kubernetes cluster.
-
-    Args:
-        labels: of the nodes, in the service.
-    """
+    """A namespace of a Kubernetes cluster."""
 
     def __init__(self, shape: PodShape, service_url: str, labels: Mapping[str, str], api: ClusterApi) -> None:
         self._shape, self._service_url, self._labels, self._api = shape, service_url, labels, api

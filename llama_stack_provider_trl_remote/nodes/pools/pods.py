@@ -90,9 +90,6 @@ def job(order: PoolOrder, shape: PodShape, service_url: str, labels: Mapping[str
 
     A pod that fails is not replaced, and Kubernetes ends the others: they leave, and the service requests machines
     again. One that was evicted, and has left, is not a failure.
-
-    Args:
-        labels: of the nodes, in the service.
     """
     marks = {
         **shape.labels,

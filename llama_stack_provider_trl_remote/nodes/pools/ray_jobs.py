@@ -29,11 +29,7 @@ Send = Callable[[str, str, Mapping[str, Any] | None], RayAnswer]
 
 
 class RayJobs:
-    """The jobs of a Ray cluster.
-
-    Args:
-        address: of its dashboard.
-    """
+    """The jobs of a Ray cluster."""
 
     def __init__(self, address: str, send: Send) -> None:
         self.address = address

@@ -23,7 +23,7 @@ from llama_stack_provider_trl.errors import InvalidRows, TrlError
 from llama_stack_provider_trl.specs import row_files
 from llama_stack_provider_trl.system.files import Blob, put_rows
 
-from ..token_file import read_token
+from ..identity import read_token
 from .ray_jobs import OURS
 
 PARQUET = (".parquet",)
@@ -60,11 +60,8 @@ def is_beneath(path: str, roots: Iterable[str]) -> bool:
 
 
 def find_files(path: str, roots: Sequence[str]) -> list[str]:
-    """The files of a dataset, in the order of their names; those of a directory have one kind.
-
-    Raises:
-        InvalidRows: there are none, of several kinds, or of another one; a symbolic link leads out of the roots.
-    """
+    """The files of a dataset, in the order of their names; those of a directory have one kind. Raises InvalidRows:
+    there are none, of several kinds, or of another one; a symbolic link leads out of the roots."""
     real_roots = [os.path.realpath(root) for root in roots]
     found = [path]
     if os.path.isdir(path):
@@ -160,12 +157,8 @@ def json_lines(batch: Mapping[str, Sequence[str]]) -> Iterator[dict[str, list[st
 
 
 def read(order: RowsOrder) -> Blob:
-    """Read the rows of an order, and upload them. Returns their file, which is removed.
-
-    Raises:
-        TrlError: the token file or the dataset cannot be read, or the service does not take the rows.
-        OSError, and those of Ray.
-    """
+    """Read the rows of an order, and upload them. Returns their file, which is removed. Raises TrlError: the token file
+    or the dataset cannot be read, or the service does not take the rows; OSError, and those of Ray."""
     from ...client import ServiceClient  # imports aiohttp, which a service that reads this module does not need
 
     client = ServiceClient(order.service_url, read_token(order.token_file))

@@ -78,14 +78,9 @@ class NodePlan:
 
 async def start_node(host: InventoryHost, plan: NodePlan, progress: Progress = lambda text: None) -> dict[str, Any]:
     """Have an agent run on this machine which has joined the service. One that runs with the same wheel and settings is
-    left alone; another one is replaced, and its trainings continue.
-
-    Returns:
-        `state` (started, replaced or unchanged), `pid`, and the version of its `python`.
-
-    Raises:
-        HostError: it failed; the machine has no agent that has not joined.
-    """
+    left alone; another one is replaced, and its trainings continue. Returns `state` (started, replaced or unchanged),
+    `pid`, and the version of its `python`. Raises HostError: it failed; the machine has no agent that has not
+    joined."""
     request = {
         "action": "up",
         "url": plan.url,
@@ -109,31 +104,20 @@ async def start_node(host: InventoryHost, plan: NodePlan, progress: Progress = l
 
 
 async def observe_node(host: InventoryHost) -> dict[str, Any]:
-    """Observe a machine.
-
-    Returns:
-        `state` (running, not running, or absent: it has never been a node), `pid`, number of `processes`, and of an
-        agent that runs the `digest` of its wheel, its `url` and `name`.
-
-    Raises:
-        HostError.
-    """
+    """Observe a machine. Raises HostError. Returns `state` (running, not running, or absent: it has never been a node),
+    `pid`, number of `processes`, and of an agent that runs the `digest` of its wheel, its `url` and `name`."""
     return await _request(host, {"action": "status"}, PROBE)
 
 
 async def stop_node(
     host: InventoryHost, progress: Progress = lambda text: None, *, only: str | None = None
 ) -> dict[str, Any]:
-    """End the agent of a machine and everything that it started, and remove its token.
+    """End the agent of a machine and everything that it started, and remove its token. Raises HostError: also where a
+    process remains. Returns `state` (ended, not running, absent, or another node), and the number of processes that
+    were `ended`.
 
     Args:
         only: name of the node; an agent that runs there under another name is left alone.
-
-    Returns:
-        `state` (ended, not running, absent, or another node), and the number of processes that were `ended`.
-
-    Raises:
-        HostError: also where a process remains.
     """
     return await _request(host, {"action": "down", "only": only}, STOP, progress)
 

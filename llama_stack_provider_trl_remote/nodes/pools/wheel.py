@@ -38,11 +38,7 @@ class Wheel(NamedTuple):
 
 
 def wheel_of_this_installation() -> Wheel:
-    """Make the wheel.
-
-    Raises:
-        NodeError: the distribution is not installed, so that its metadata are missing.
-    """
+    """Make the wheel. Raises NodeError: the distribution is not installed, so that its metadata are missing."""
     try:
         found = metadata.distribution(DISTRIBUTION)
     except metadata.PackageNotFoundError as error:
@@ -62,11 +58,7 @@ def wheel_of_this_installation() -> Wheel:
 
 
 def read_wheel(path: Path) -> Wheel:
-    """Read a wheel of this distribution.
-
-    Raises:
-        NodeError: the file cannot be read, or is none.
-    """
+    """Read a wheel of this distribution. Raises NodeError: the file cannot be read, or is none."""
     advice = f"name a wheel of {DISTRIBUTION} (pip wheel --no-deps .), or leave out --wheel"
     try:
         if path.stat().st_size > _MOST_BYTES:

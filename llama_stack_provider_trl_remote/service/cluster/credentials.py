@@ -16,12 +16,8 @@ log = logging.getLogger(__name__)
 
 
 class NodeCredentials:
-    """Find the node of a credential. Reads the job store every time: a removed node is refused at its next call.
-
-    Raises:
-        Removed: the node was removed.
-        Refused: 503 or 507, the store cannot be read.
-    """
+    """Find the node of a credential. Reads the job store every time: a removed node is refused at its next call. Raises
+    Removed: the node was removed; Refused: 503 or 507, the store cannot be read."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -35,7 +35,6 @@ class Joins:
         on_loopback: whether the service listens for this machine alone.
         versions: of the packages that nodes must have too; called at the first join.
         wake: has the supervisor check the jobs now.
-        clock: seconds since the epoch.
     """
 
     def __init__(
@@ -57,12 +56,8 @@ class Joins:
         """Lock from the check of a name until it is taken."""
 
     def join(self, caller: Caller, report: NodeReport) -> Joined:
-        """Record a node. The answer has its new credential; empty: the caller has one that is not replaced.
-
-        Raises:
-            InvalidRequest, Conflict.
-            Refused: 403, the credential of another node.
-        """
+        """Record a node. The answer has its new credential; empty: the caller has one that is not replaced. Raises
+        InvalidRequest, Conflict; Refused: 403, the credential of another node."""
         self._check_address(report)
         ours = self._versions()
         for package in VERSIONS:
@@ -118,12 +113,8 @@ class Joins:
             raise InvalidRequest("address", report.address, hint)
 
     def _check_name(self, caller: Caller, report: NodeReport, known: NodeRecord | None) -> None:
-        """Check that a join may use its name. No message here discloses anything about the other machine.
-
-        Raises:
-            Conflict: it is another node's.
-            Refused: 403, the caller is another node.
-        """
+        """Check that a join may use its name. No message here discloses anything about the other machine. Raises
+        Conflict: it is another node's; Refused: 403, the caller is another node."""
         name, same_machine = report.name, known is not None and known.machine_id == report.machine_id
         if caller.node is not None and caller.node != name:
             raise Refused(403, f"this credential is another node's: only {name!r} itself may join under this name")

@@ -122,7 +122,6 @@ class ClusterLauncher:
         return self._in_progress(parts, seen)
 
     def pause(self, task: TaskSpec) -> None:
-        """See `Launcher.pause`."""
         if not is_remote(task.devices):
             return self._local.pause(task)
         running = [record for record in self._store.tasks.of_attempt(task.task_id) if record.stage == Stage.run]
@@ -134,7 +133,6 @@ class ClusterLauncher:
         return self._local.sweep(root, keep)
 
     def cancel(self, task: TaskSpec) -> None:
-        """See `Launcher.cancel`."""
         if not is_remote(task.devices):
             return self._local.cancel(task)
         if not self._store.tasks.of_attempt(task.task_id):

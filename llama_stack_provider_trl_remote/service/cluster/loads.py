@@ -73,11 +73,7 @@ class MeanLoad:
 
 
 class Loads:
-    """Records the loads of machines. Safe to share between threads.
-
-    Args:
-        clock: seconds since the epoch.
-    """
+    """Records the loads of machines. Safe to share between threads."""
 
     def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
         self._stored = NodeLoads(store.database)

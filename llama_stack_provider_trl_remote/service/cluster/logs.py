@@ -19,10 +19,8 @@ _ROTATED = "[earlier lines are in {}.1]\n"
 def append_log(path: Path, offset: int, data: bytes) -> int:
     """Append a part of a node's log. Where it begins beyond the end of the log, a note counts the missing bytes.
 
-    The node's offsets count the bytes of its own file; `.NAME.offset` keeps the difference to this one.
-
-    Returns:
-        The byte of the node's file up to which the log is here.
+    The node's offsets count the bytes of its own file; `.NAME.offset` keeps the difference to this one. Returns the
+    byte of the node's file up to which the log is here.
 
     Raises:
         WrongOffset: it begins before that.

@@ -44,11 +44,9 @@ class Cluster:
 
     Args:
         head: name of this machine; its agent joins under it too.
-        host_id: of this machine.
         cpus: of this machine, until its agent has reported them.
         slices: those of its devices that are MIG slices.
         closed: the reason for which a pool lets a node take no jobs; empty: it does.
-        clock: seconds since the epoch.
     """
 
     def __init__(

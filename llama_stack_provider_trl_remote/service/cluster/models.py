@@ -47,7 +47,6 @@ class ServedModels:
     """Lists and opens the files of models. Safe to share between threads.
 
     Args:
-        directory: for lists and digests.
         listed: called when a list is complete.
     """
 
@@ -102,15 +101,12 @@ class ServedModels:
         return f"computes the digests of {job.source.model}"
 
     def open(self, sha256: str, name: str, expected: str) -> tuple[Opener, int]:
-        """A function that opens a file of a listed model, and its size.
+        """A function that opens a file of a listed model, and its size. Raises NotFound: the list, or the file, is not
+        here any more; Conflict: the file has changed since it was listed.
 
         Args:
             sha256: of the list.
             expected: sha256 of the file.
-
-        Raises:
-            NotFound: the list, or the file, is not here any more.
-            Conflict: the file has changed since it was listed.
         """
         found = self._root_of(sha256)
         if found is None:

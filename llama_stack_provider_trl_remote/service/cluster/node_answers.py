@@ -40,16 +40,9 @@ def remove_results(spec: JobSpec) -> None:
 
 
 def begin_answers(store: Store, task: NodeTaskRecord, spec: JobSpec, digests: Digests) -> tuple[int, str]:
-    """Leave the whole batches of a job's answers: its node gets these, and appends. A repetition is harmless.
-
-    Returns:
-        Size and sha256 of their file.
-
-    Raises:
-        Gone: the task is not current.
-        NotFound: the job answers no prompts.
-        OSError: the file cannot be written, or is something else.
-    """
+    """Leave the whole batches of a job's answers: its node gets these, and appends. A repetition is harmless. Raises
+    Gone: the task is not current; NotFound: the job answers no prompts; OSError: the file cannot be written, or is
+    something else. Returns size and sha256 of their file."""
     answering = spec.does.answering
     if answering is None:
         raise NotFound(_no_file(spec, ANSWERS))
@@ -85,17 +78,12 @@ def append_answers(
     data: bytes,
     is_finishing: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Append a part of a file; returns the size of the file.
+    """Append a part of a file; returns the size of the file. Raises Gone: the task is not current; NotFound: the job
+    has no such file; WrongOffset: the part does not begin where the file ends; InvalidRequest: the file would be larger
+    than the job can need, or the job has finished; OSError: the disk is full.
 
     Args:
         is_finishing: whether the final event of the task is being checked against its files, or was accepted.
-
-    Raises:
-        Gone: the task is not current.
-        NotFound: the job has no such file.
-        WrongOffset: the part does not begin where the file ends.
-        InvalidRequest: the file would be larger than the job can need, or the job has finished.
-        OSError: the disk is full.
     """
     _check_name(spec, name)
     if offset + len(data) > (most := most_bytes(spec)):

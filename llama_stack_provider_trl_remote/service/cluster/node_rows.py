@@ -18,11 +18,7 @@ from .membership import Cluster
 
 
 class NodeRows:
-    """Reads the rows of machines.
-
-    Args:
-        devices: of the service's own machine.
-    """
+    """Reads the rows of machines."""
 
     def __init__(
         self, store: Store, nodes: JoinedNodes, cluster: Cluster, loads: Loads, devices: Sequence[str], data_dir: Path

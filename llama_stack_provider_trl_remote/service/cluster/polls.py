@@ -29,11 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Polls:
-    """Records what polls report, and reads the orders of their nodes.
-
-    Args:
-        clock: seconds since the epoch.
-    """
+    """Records what polls report, and reads the orders of their nodes."""
 
     def __init__(
         self,
@@ -50,13 +46,8 @@ class Polls:
         self._loads, self._order, self._logs, self._clock = loads, order, logs, clock
 
     def node_of(self, name: str, poll: Poll) -> NodeRecord:
-        """The node that polls. The errors may arise while the call waits for its answer.
-
-        Raises:
-            NotFound.
-            Gone: it was removed.
-            Conflict: it has not joined since it was started.
-        """
+        """The node that polls. The errors may arise while the call waits for its answer. Raises NotFound; Gone: it was
+        removed; Conflict: it has not joined since it was started."""
         try:
             record = self._nodes.get(name)
         except NotFound:

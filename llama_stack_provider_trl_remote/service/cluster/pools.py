@@ -97,7 +97,6 @@ class Pools:
     Args:
         remove: removes a node from the service; may raise TrlError where it still has jobs.
         wake: has the supervisor make a pass.
-        clock: seconds since the epoch.
     """
 
     def __init__(
@@ -167,11 +166,8 @@ class Pools:
         return reports
 
     def tend(self, nodes: Callable[[], Sequence[Node]]) -> None:
-        """Decide, and record what was decided; in the supervisor's thread, after it has placed jobs.
-
-        Args:
-            nodes: returns those that jobs may run on.
-        """
+        """Decide, and record what was decided; in the supervisor's thread, after it has placed jobs. `nodes` returns
+        those that jobs may run on."""
         now = self._clock()
         if now < self._decided_at:
             self._after_clock_was_set_back(now)

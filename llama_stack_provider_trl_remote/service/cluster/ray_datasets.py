@@ -79,7 +79,6 @@ class RayDatasets:
     """Reads datasets on Ray clusters.
 
     Args:
-        sources: the configured clusters.
         timeout: seconds that a reading may take.
         poll: seconds between two polls of a job.
     """
@@ -131,11 +130,8 @@ class RayDatasets:
 
     @asynccontextmanager
     async def receiving(self, reading: str, sha256: str) -> AsyncIterator[None]:
-        """Accept rows within the block, which stores them.
-
-        Raises:
-            NotFound: no request waits for this reading; Conflict: it has sent other rows.
-        """
+        """Accept rows within the block, which stores them. Raises NotFound: no request waits for this reading;
+        Conflict: it has sent other rows."""
         known = self._readings.get(reading)
         if known is None:
             raise NotFound("no request waits for this reading: its dataset was read, or the request has ended")

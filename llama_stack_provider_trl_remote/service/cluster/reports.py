@@ -55,11 +55,8 @@ class ReportedPart:
 
 
 def observation(values: Mapping[str, Any]) -> Observation:
-    """Read the result of `dataclasses.asdict`. Long texts are cut.
-
-    Raises:
-        ValueError: a value is missing, has a wrong type, or is no possible exit code or rank.
-    """
+    """Read the result of `dataclasses.asdict`. Long texts are cut. Raises ValueError: a value is missing, has a wrong
+    type, or is no possible exit code or rank."""
     if unknown := set(values) - set(Observation.__dataclass_fields__):
         raise ValueError(f"an observation has the unknown fields {', '.join(sorted(unknown))[:100]}")
     found = _OBSERVATION.validate_python(dict(values))
@@ -70,11 +67,7 @@ def observation(values: Mapping[str, Any]) -> Observation:
 
 
 def combined(parts: Sequence[ReportedPart], exited: Mapping[str, float]) -> Observation:
-    """The observation of the part that exited first with an error; where none did, of rank 0's node.
-
-    Args:
-        exited: node -> when its exit was seen.
-    """
+    """The observation of the part that exited first with an error; where none did, of rank 0's node."""
     in_order = sorted(parts, key=lambda part: (exited[part.node], part.record.node_rank))
     by_runner = [part for part in in_order if part.observed.ended is not None or part.observed.launch_error]
     failed = [part for part in in_order if part.observed.exit_code != 0]

@@ -88,14 +88,9 @@ class UploadReceiver:
         return task
 
     def add_events(self, task_id: str, node: str, offset: int, lines: bytes) -> int:
-        """Append whole lines to the attempt's events; returns the size of the file.
-
-        Raises:
-            Gone: also for a node without rank 0.
-            InvalidRequest: they do not end with a line's end, one is no event, or a checkpoint or an answer is missing.
-            WrongOffset: they do not begin where the file ends.
-            OSError: the disk is full.
-        """
+        """Append whole lines to the attempt's events; returns the size of the file. Raises Gone: also for a node
+        without rank 0; InvalidRequest: they do not end with a line's end, one is no event, or a checkpoint or an answer
+        is missing; WrongOffset: they do not begin where the file ends; OSError: the disk is full."""
         task = self.first(task_id, node)
         if lines and not lines.endswith(b"\n"):
             raise InvalidRequest("body", f"... {lines[-20:]!r}", "send whole lines")
@@ -140,17 +135,9 @@ class UploadReceiver:
             writer.close()
 
     def add_log(self, task_id: str, node: str, name: str, offset: int, data: bytes) -> int:
-        """Append a part of a log. A part that begins beyond the end of the log leaves a gap.
-
-        Returns:
-            The byte of the node's file up to which the log is here.
-
-        Raises:
-            Gone.
-            NotFound: there is no such log.
-            WrongOffset: it begins before the end of the log.
-            OSError: the disk is full.
-        """
+        """Append a part of a log. A part that begins beyond the end of the log leaves a gap. Raises Gone; NotFound:
+        there is no such log; WrongOffset: it begins before the end of the log; OSError: the disk is full. Returns the
+        byte of the node's file up to which the log is here."""
         task = self.current(task_id, node)
         if not LOG.fullmatch(name):
             raise NotFound(f"{name!r} is no log: rank-0.log, rank-1.log ... and torchrun.log are")
@@ -166,7 +153,6 @@ class UploadReceiver:
             return append_log(task.run_dir / name, offset, data)
 
     def begin_answers(self, task_id: str, node: str) -> AnswersBegin:
-        """See `answers.begin_answers`."""
         task = self.first(task_id, node)
         size, sha256 = begin_answers(self._store, task, self._store.get(task.job_uuid).spec, self._digests)
         return AnswersBegin(size=size, sha256=sha256)
@@ -177,7 +163,6 @@ class UploadReceiver:
         return find_file(self._store.get(task.job_uuid).spec, self._digests, name)
 
     def add_answers(self, task_id: str, node: str, name: str, offset: int, data: bytes) -> int:
-        """See `answers.append_answers`."""
         task = self.first(task_id, node)
         job = self._store.get(task.job_uuid)
         self._space.require(Use.checkpoint, job.spec.checkpoint_dir, len(data), job.spec.lifecycle.min_free_bytes)
@@ -185,13 +170,8 @@ class UploadReceiver:
         return append_answers(self._store, task, job.spec, name, offset, data, ends)
 
     def ask(self, task_id: str, node: str, name: str, report: CheckpointReport) -> CheckpointAnswer:
-        """The missing files of a checkpoint; one without missing files becomes visible.
-
-        Raises:
-            Gone.
-            InvalidRequest: it is not a checkpoint of the job, incomplete, or holds more than data.
-            OSError: the disk is full.
-        """
+        """The missing files of a checkpoint; one without missing files becomes visible. Raises Gone; InvalidRequest: it
+        is not a checkpoint of the job, incomplete, or holds more than data; OSError: the disk is full."""
         task = self.first(task_id, node)
         job = self._store.get(task.job_uuid)
         target = job.spec.checkpoint_dir / name
@@ -224,14 +204,9 @@ class UploadReceiver:
     async def receive(
         self, task_id: str, node: str, name: str, path: str, sha256: str, offset: int, pieces: AsyncIterator[bytes]
     ) -> int:
-        """Append a part of a file that `ask` has listed as missing. Returns the number of bytes that are here.
-
-        Raises:
-            Gone.
-            NotFound: no report to `ask` has named such a file.
-            InvalidRequest: the file has another digest: its bytes are dropped.
-            WrongOffset: it does not begin at the end of the file.
-        """
+        """Append a part of a file that `ask` has listed as missing. Returns the number of bytes that are here. Raises
+        Gone; NotFound: no report to `ask` has named such a file; InvalidRequest: the file has another digest: its bytes
+        are dropped; WrongOffset: it does not begin at the end of the file."""
         with self._counted(node):
             job, wanted, whole, part = await asyncio.to_thread(self._wanted, task_id, node, name, path, sha256)
             if await asyncio.to_thread(_size, whole) == wanted.size:
@@ -371,13 +346,9 @@ def _staging(job: JobRecord, task: NodeTaskRecord, name: str) -> Path:
 
 @contextmanager
 def _place(job: JobRecord, directory: Path, *, make: bool = False) -> Iterator[int]:
-    """A descriptor of a directory below the job's checkpoint directory, as `dir_fd` of what is written there.
-
-    Raises:
-        InvalidRequest: there is a symbolic link on its path, as a training on this machine, or on one that shares the
-            disk, may have put there.
-        FileNotFoundError: it is missing.
-    """
+    """A descriptor of a directory below the job's checkpoint directory, as `dir_fd` of what is written there. Raises
+    InvalidRequest: there is a symbolic link on its path, as a training on this machine, or on one that shares the disk,
+    may have put there; FileNotFoundError: it is missing."""
     try:
         opened = directory_beneath(job.spec.checkpoint_dir, directory.relative_to(job.spec.checkpoint_dir), make=make)
         with opened as file:

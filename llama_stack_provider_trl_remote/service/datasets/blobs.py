@@ -115,17 +115,12 @@ class Blobs:
         arrived: Callable[[int], object] = lambda count: None,
         storing: Callable[[str], object] = lambda digest: None,
     ) -> str:
-        """Store a body. Nothing of a body that ends early or has another digest is kept. Returns its digest.
+        """Store a body. Nothing of a body that ends early or has another digest is kept. Returns its digest. Raises
+        InvalidRequest: it has another digest; TooLarge: it has too many rows; OSError: the disk is full.
 
         Args:
             sha256: the digest that it must have; None: any.
             arrived: is called by a thread with the number of bytes of each part.
-            storing: see `put_lines`.
-
-        Raises:
-            InvalidRequest: it has another digest.
-            TooLarge: it has too many rows.
-            OSError: the disk is full.
         """
         async with entered(self._arriving(announced)) as (written, file, output):
             found = await self._write(output, pieces, lambda count: (arrived(count), written(count)))
@@ -145,15 +140,11 @@ class Blobs:
         arrived: Callable[[int], object] = lambda count: None,
         storing: Callable[[str], object] = lambda digest: None,
     ) -> Converted:
-        """Store the rows of a body that is a file of any format; the file itself is not kept.
+        """Store the rows of a body that is a file of any format; the file itself is not kept. Raises InvalidRows,
+        TooLarge, OSError: see `convert`.
 
         Args:
             ending: of the file's name, which names its format.
-            arrived: see `receive`.
-            storing: see `put_lines`.
-
-        Raises:
-            InvalidRows, TooLarge, OSError: see `convert`.
         """
         async with entered(self._arriving(announced)) as (written, file, output):
 
@@ -186,20 +177,13 @@ class Blobs:
         storing: Callable[[str], object] = lambda digest: None,
         known: str | None = None,
     ) -> Converted | None:
-        """Store the rows of a file, a hub dataset or files of a bucket.
+        """Store the rows of a file, a hub dataset or files of a bucket. Raises InvalidRows: it cannot be read, or not
+        in time, or not within `reader_memory_mb`; TooLarge: it has too many rows, or they or its files take more than
+        `max_upload_mb`; OSError: the disk is full. Returns None where they have the stamp `known`.
 
         Args:
             file: descriptor of the file; it stays open. None: the uri is one of the hub or a bucket.
-            storing: see `put_lines`.
             known: stamp of the rows that are stored already, of a uri without a file.
-
-        Returns:
-            None: they have the stamp `known`.
-
-        Raises:
-            InvalidRows: it cannot be read, or not in time, or not within `reader_memory_mb`.
-            TooLarge: it has too many rows, or they or its files take more than `max_upload_mb`.
-            OSError: the disk is full.
         """
         async with entered(self._converting()) as (staging, spare):
             limits = map(str, (self._settings.max_rows, self._settings.max_upload_mb, spare))
@@ -232,11 +216,7 @@ class Blobs:
         names: RowNames | None = None,
     ) -> tuple[DatasetRef, list[str]]:
         """A stored file that fits a use, with warnings. It is checked once: the verdict is kept beside it, unless the
-        rows are read under names of the request.
-
-        Raises:
-            InvalidRows: naming the first bad row.
-        """
+        rows are read under names of the request. Raises InvalidRows: naming the first bad row."""
         path = self.path(sha256)
         kept = path.with_name(f"{sha256}.{use}-{data_format or 'any'}.json")
         # One check at a time: a repeated POST, of a client that has waited too long, reuses the first one's verdict.

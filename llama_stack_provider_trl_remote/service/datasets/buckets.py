@@ -54,16 +54,11 @@ def credentials(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_bucket(files: BucketFiles, known: str | None) -> BucketRows | None:
-    """List files of a bucket, whose rows are read later.
+    """List files of a bucket, whose rows are read later. Raises InvalidRows: there are no such files, they may not be
+    read, or the store does not answer. Returns None where the files have the stamp `known`.
 
     Args:
         known: the stamp of the rows that the caller has.
-
-    Returns:
-        None: the files have the stamp `known`.
-
-    Raises:
-        InvalidRows: there are no such files, they may not be read, or the store does not answer.
     """
     store = _store()
     try:
@@ -96,12 +91,8 @@ def _store() -> Any:
 
 
 def _listed(store: Any, files: BucketFiles) -> list[str]:
-    """Paths in the bucket of the files of rows, hidden ones left out, in the order of their names.
-
-    Raises:
-        InvalidRows: there are none, or too many.
-        OSError: the store refuses it, or does not answer.
-    """
+    """Paths in the bucket of the files of rows, hidden ones left out, in the order of their names. Raises InvalidRows:
+    there are none, or too many; OSError: the store refuses it, or does not answer."""
     from pyarrow import fs
 
     where = f"{BUCKET}://{files.bucket}/{files.path}"

@@ -31,15 +31,11 @@ class Done(NamedTuple):
 async def run(
     argv: Sequence[str], *, cwd: Path, environ: Mapping[str, str], limit: float, descriptors: Sequence[int] = ()
 ) -> Done:
-    """Run a program without standard input.
+    """Run a program without standard input. Raises OutOfTime; OSError: it cannot be started.
 
     Args:
         limit: seconds.
         descriptors: of open files that it inherits.
-
-    Raises:
-        OutOfTime.
-        OSError: it cannot be started.
     """
     child = await asyncio.create_subprocess_exec(
         *argv,

@@ -60,22 +60,14 @@ class _CommitFiles(NamedTuple):
 
 
 def read_hub(dataset: HubDataset, work: Path, known: str | None, most: int, spare: int) -> HubRows | None:
-    """Find the commit of a dataset, and fetch its files that the cache lacks.
+    """Find the commit of a dataset, and fetch its files that the cache lacks. Raises InvalidRows: there is no such
+    dataset, revision, configuration or split, or it may not be read, or the hub does not answer; TooLargeFiles;
+    OSError: the disk is full. Returns None where the commit is `known`.
 
     Args:
-        work: an empty directory.
         known: the commit whose rows the caller has.
         most: bytes that the files of the split may have.
         spare: bytes that must stay free on the disk of the cache.
-
-    Returns:
-        None: the commit is `known`.
-
-    Raises:
-        InvalidRows: there is no such dataset, revision, configuration or split, or it may not be read, or the hub
-            does not answer.
-        TooLargeFiles.
-        OSError: the disk is full.
     """
     commit, reached = _commit(dataset)
     if commit == known:
@@ -187,11 +179,8 @@ def _builder(dataset: HubDataset, home: Path, work: Path) -> Any:
 
 
 def _refuse_foreign_files(home: Path) -> None:
-    """Return if the configurations of a dataset name files within it: its author may not have others read.
-
-    Raises:
-        InvalidRows.
-    """
+    """Return if the configurations of a dataset name files within it: its author may not have others read. Raises
+    InvalidRows."""
     import yaml
     from huggingface_hub import DatasetCard
 

@@ -104,11 +104,7 @@ class _Upload:
 
 
 class PartUploads:
-    """The uploads in parts of a service. The declared bytes count for the token from the beginning.
-
-    Args:
-        clock: seconds since the epoch.
-    """
+    """The uploads in parts of a service. The declared bytes count for the token from the beginning."""
 
     def __init__(
         self,
@@ -174,23 +170,18 @@ class PartUploads:
             self._remove(one)
 
     async def create(self, owner: str, filename: str, num_bytes: int) -> UploadRecord:
-        """Begin an upload. It is on the disk when this returns.
-
-        Raises:
-            TooLarge, LimitReached, QuotaReached, OSError: so many bytes, or so many uploads, are not possible.
-        """
+        """Begin an upload. It is on the disk when this returns. Raises TooLarge, LimitReached, QuotaReached, OSError:
+        so many bytes, or so many uploads, are not possible."""
         with storing():
             return await to_its_end(self._create, owner, filename, num_bytes)
 
     async def add_part(self, upload_id: str, owner: str, pieces: AsyncIterator[bytes], announced: int) -> Part:
-        """Store a part. It is on the disk when this returns; nothing of a part that breaks off is kept.
+        """Store a part. It is on the disk when this returns; nothing of a part that breaks off is kept. Raises
+        NotFound, InvalidRequest: there is no such upload, or it takes no such part; TooLarge, LimitReached, OSError:
+        the part cannot be stored.
 
         Args:
             announced: bytes, as the client announces them; 0: it does not.
-
-        Raises:
-            NotFound, InvalidRequest: there is no such upload, or it takes no such part.
-            TooLarge, LimitReached, OSError: the part cannot be stored.
         """
         upload = self._of(upload_id, owner)
         self._require_open(upload)
@@ -210,7 +201,6 @@ class PartUploads:
         """Make rows of the parts. The same call again changes nothing.
 
         Args:
-            part_ids: in their order.
             md5: of the whole, in hexadecimal; None: not compared.
             register: is called with the upload and the digest of its stored rows, and again after a kill: it makes
                 their dataset.
@@ -236,11 +226,8 @@ class PartUploads:
                 return upload.record
 
     async def cancel(self, upload_id: str, owner: str) -> UploadRecord:
-        """Cancel an upload, and remove its parts. Again, it changes nothing.
-
-        Raises:
-            NotFound, InvalidRequest: there is no such upload, or it is completed.
-        """
+        """Cancel an upload, and remove its parts. Again, it changes nothing. Raises NotFound, InvalidRequest: there is
+        no such upload, or it is completed."""
         upload = self._of(upload_id, owner)
         with storing():
             async with upload.ending:

@@ -28,17 +28,12 @@ class RowPrompts:
         self._limits = Limited(_SECONDS, memory_mb << 20)
 
     async def of_row(self, dataset_id: str, number: int, names: RowNames | None = None) -> RowPrompt:
-        """The prompt of a row.
+        """The prompt of a row. Raises InvalidRequest: there is no such dataset, or it cannot be read any more;
+        InvalidRows: the row has no prompt, or takes more than the limits allow; NotFound: the dataset has fewer rows;
+        LimitReached, OSError: it cannot be read now.
 
         Args:
-            number: of the row, from 0.
             names: of columns and roles, where they are not those of shapes.
-
-        Raises:
-            InvalidRequest: there is no such dataset, or it cannot be read any more.
-            InvalidRows: the row has no prompt, or takes more than the limits allow.
-            NotFound: the dataset has fewer rows.
-            LimitReached, OSError: it cannot be read now.
         """
         # A look at a row does not wait for the hub or a bucket, which a job asks.
         sha256 = await self._registry.rows_of(dataset_id, "dataset", is_current=False)

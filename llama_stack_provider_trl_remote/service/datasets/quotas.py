@@ -30,11 +30,7 @@ _RETRY_S = 5
 
 
 class Quotas:
-    """Limits what tokens store, and their uploads at a time. Safe to share between threads.
-
-    Args:
-        most: bytes of one token.
-    """
+    """Limits what tokens store, and their uploads at a time. Safe to share between threads."""
 
     def __init__(self, owners: RowOwners, most: int) -> None:
         self._owners, self._most = owners, most
@@ -104,12 +100,8 @@ class Quotas:
 
     @asynccontextmanager
     async def arriving(self, owner: str, announced: int) -> AsyncIterator[Callable[[int], None]]:
-        """Require room for an upload; yields a function that a thread calls with the number of each part of it.
-
-        Raises:
-            LimitReached: as many uploads as may are under way.
-            QuotaReached: also from that function.
-        """
+        """Require room for an upload; yields a function that a thread calls with the number of each part of it. Raises
+        LimitReached: as many uploads as may are under way; QuotaReached: also from that function."""
         unchecked = 0
 
         def arrived(count: int) -> None:
@@ -155,9 +147,6 @@ class JobAllowance(Allowance):
     """What a request of a token may write for its jobs: what leaves the space of checkpoints, and rows within the
     quota. Not safe to share between threads.
 
-    Args:
-        take: see `Quotas.taking`.
-
     Attributes:
         rows: what was stored for them.
     """
@@ -186,11 +175,8 @@ class JobAllowance(Allowance):
 
 
 class HeldRows:
-    """Rows that a request stores or has found, until they are recorded or refused.
-
-    Args:
-        hold: is called with this and the digest of each.
-    """
+    """Rows that a request stores or has found, until they are recorded or refused. `hold` is called with this and the
+    digest of each."""
 
     def __init__(self, hold: Callable[[HeldRows, str], None]) -> None:
         self._hold = hold
@@ -241,11 +227,8 @@ class CountedRows:
                 self._held[sha256] += 1
 
     def check(self, sha256: str | None, owner: str, held: HeldRows) -> None:
-        """Require room for stored rows that do not count for a token yet.
-
-        Raises:
-            QuotaReached: it has as many as it may. The rows are removed, unless something else has them.
-        """
+        """Require room for stored rows that do not count for a token yet. Raises QuotaReached: it has as many as it
+        may. The rows are removed, unless something else has them."""
         if self._owners is None or self._quotas is None or sha256 is None or self._owners.owns(sha256, owner):
             return
         try:

@@ -83,13 +83,11 @@ class Registration:
 
     @asynccontextmanager
     async def spool(self, size: int, caller: str) -> AsyncIterator[BinaryIO]:
-        """A file for a body; it and its related files are removed when the request has been answered.
+        """A file for a body; it and its related files are removed when the request has been answered. Raises
+        HTTPException: 503, the number of files is at its limit; 507, the disk is full.
 
         Args:
             size: bytes that the body may have.
-
-        Raises:
-            HTTPException: 503, the number of files is at its limit; 507, the disk is full.
         """
         async with self._spools.reserved(1, caller), entered(self._spooled(size)) as file:
             yield file

@@ -141,17 +141,13 @@ class DatasetRegistry:
         grows: str | None = None,
         reserved: Mapping[str, Any] = MappingProxyType({}),
     ) -> Dataset:
-        """Register a dataset; repeating the same registration changes nothing.
+        """Register a dataset; repeating the same registration changes nothing. Raises InvalidRequest: a source that
+        cannot be read from here; Conflict: the name is taken by another dataset, or a job is to make one of this name.
 
         Args:
             stored: its rows, where they were too many for this process.
-            created_by: name of the caller's token.
             grows: mark of its growth; None: it does not grow.
             reserved: metadata under keys that no request can set.
-
-        Raises:
-            InvalidRequest: a source that cannot be read from here.
-            Conflict: the name is taken by another dataset, or a job is to make one of this name.
         """
         if body.dataset_id is None:
             body.dataset_id = f"dataset-{uuid4()}"
@@ -180,16 +176,12 @@ class DatasetRegistry:
     def register_made(
         self, dataset_id: str, rows: Path, made: Mapping[str, object], job_uuid: str, created_by: str
     ) -> None:
-        """Register rows that a job has made; repeating the same registration changes nothing.
+        """Register rows that a job has made; repeating the same registration changes nothing. Raises InvalidRequest:
+        the file is missing, or has another digest or other rows than reported, or more than a dataset may have;
+        JobConflict: the name is taken by another dataset; StoreError: they cannot be stored.
 
         Args:
             made: sha256 and num_rows, as the job has reported them.
-
-        Raises:
-            InvalidRequest: the file is missing, or has another digest or other rows than reported, or more than a
-                dataset may have.
-            JobConflict: the name is taken by another dataset.
-            StoreError: they cannot be stored.
         """
         count = made.get("num_rows") if isinstance(made, Mapping) else None
         try:
@@ -288,13 +280,11 @@ class DatasetRegistry:
         return blob.num_rows
 
     def _claim(self, entry: Entry, *, is_made: bool = False) -> Entry | None:
-        """Register a dataset whose name is free; returns the one that has it, if it is not.
+        """Register a dataset whose name is free; returns the one that has it, if it is not. Raises Conflict: a job is
+        to make a dataset of this name, or the token has as many as it may.
 
         Args:
             is_made: it is the one that a job was to make.
-
-        Raises:
-            Conflict: a job is to make a dataset of this name, or the token has as many as it may.
         """
         name = entry.dataset.identifier
         with self._registering:
@@ -356,13 +346,10 @@ class DatasetRegistry:
 
     def page(self, limit: int, after: str | None = None) -> bytes:
         """Datasets as JSON, oldest first: a `ListDatasetsResponse`. It has at most `limit` datasets and a few MiB.
+        Raises InvalidRequest: `after` is no cursor; StoreError: the directory is not there.
 
         Args:
             after: `next` of the page before; None: the first page.
-
-        Raises:
-            InvalidRequest: `after` is no cursor.
-            StoreError: the directory is not there.
         """
         expect_directory(self._directory)
         begin = None if after is None else ListPlace.of_cursor(after)
@@ -396,25 +383,20 @@ class DatasetRegistry:
     async def fetch(
         self, dataset_id: str, use: RowUse, data_format: DataFormat | None, names: RowNames | None = None
     ) -> tuple[DatasetRef, list[str]]:
-        """The rows of a registered dataset for a job.
-
-        Raises:
-            InvalidRequest: no such dataset, it cannot be read any more, or a row cannot be trained on.
-        """
+        """The rows of a registered dataset for a job. Raises InvalidRequest: no such dataset, it cannot be read any
+        more, or a row cannot be trained on."""
         entry, sha256 = await self._with_rows(dataset_id)
         ref, warnings = await self.fetch_blob(dataset_id, sha256, use, data_format, names)
         return ref.model_copy(update={"origin": _origin(entry)}), warnings
 
     async def rows_of(self, dataset_id: str, field: str = FIELD, *, is_current: bool = True) -> str:
-        """The digest of the rows of a registered dataset, which are stored here, and unchecked.
+        """The digest of the rows of a registered dataset, which are stored here, and unchecked. Raises InvalidRequest:
+        no such dataset, or it cannot be read any more.
 
         Args:
             field: of the request that names the dataset.
             is_current: ask the source of a uri whether it has changed; else the source is read only where no rows of it
                 are stored.
-
-        Raises:
-            InvalidRequest: no such dataset, or it cannot be read any more.
         """
         if not is_current:
             known = await in_work_thread(self._read, dataset_id)

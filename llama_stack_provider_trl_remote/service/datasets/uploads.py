@@ -47,7 +47,6 @@ class RowUploads:
 
         Args:
             size: as the client announces it; 0: it does not.
-            owner: the token for which they count.
         """
         with storing(), self._counted.holding() as held:
             async with self._quotas.arriving(owner, size) as arrived:
@@ -56,16 +55,12 @@ class RowUploads:
         return sha256
 
     async def add_file(self, ending: str, pieces: AsyncIterator[bytes], size: int, owner: str) -> Converted:
-        """Store the rows of a file of another format, which the reader of datasets converts.
+        """Store the rows of a file of another format, which the reader of datasets converts. Raises InvalidRows,
+        TooLarge, OSError: see `Blobs.receive_file`; LimitReached, QuotaReached: see `Quotas.arriving`.
 
         Args:
             ending: of its name, such as `.csv.gz`: one of `row_files.ROW_READERS`.
             size: as the client announces it; 0: it does not.
-            owner: the token for which they count.
-
-        Raises:
-            InvalidRows, TooLarge, OSError: see `Blobs.receive_file`.
-            LimitReached, QuotaReached: see `Quotas.arriving`.
         """
         with self._counted.holding() as held:
             async with self._quotas.arriving(owner, size) as arrived:

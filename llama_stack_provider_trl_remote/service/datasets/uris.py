@@ -80,11 +80,8 @@ def split_uri(uri: str) -> SplitResult:
 
 
 def hub_dataset(uri: str) -> HubDataset:
-    """What a uri of the hub names: `huggingface://datasets/ORG/NAME[@REVISION][?split=&name=&revision=]`.
-
-    Raises:
-        InvalidRequest: it has another form, an option twice or without a value, or two revisions.
-    """
+    """What a uri of the hub names: `huggingface://datasets/ORG/NAME[@REVISION][?split=&name=&revision=]`. Raises
+    InvalidRequest: it has another form, an option twice or without a value, or two revisions."""
     parts = split_uri(uri)
     pairs = parse_qsl(parts.query, keep_blank_values=True)
     options = dict(pairs)

@@ -24,15 +24,8 @@ class Votes:
 
     async def add(self, body: VoteBody, caller: str) -> int:
         """Store a vote, which is on the disk when this returns; the same vote again changes nothing. Returns the number
-        of votes in its dataset.
-
-        Args:
-            caller: name of its token.
-
-        Raises:
-            InvalidRequest: it is no pair that can be trained on.
-            Conflict, QuotaReached, StoreError, OSError: see `DatasetRegistry.add_row`.
-        """
+        of votes in its dataset. Raises InvalidRequest: it is no pair that can be trained on; Conflict, QuotaReached,
+        StoreError, OSError: see `DatasetRegistry.add_row`."""
         row = await in_work_thread(row_of, body)
         return await self._registry.add_row(body.dataset_id, row, _GROWTH, caller)
 

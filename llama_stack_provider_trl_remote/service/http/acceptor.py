@@ -113,7 +113,6 @@ class Acceptor:
     Args:
         listener: bound, not yet listening.
         make: a new connection's protocol.
-        most: connections at a time.
     """
 
     def __init__(

@@ -8,6 +8,7 @@ with its routes built twice or three times takes some MiB more, and its first ca
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partialmethod
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI
@@ -25,10 +26,7 @@ class Routes:
     """Routes of a module, by decorators as those of FastAPI's router.
 
     Args:
-        route_class: builds each of them.
-        prefix: of their paths.
         tags: under which the OpenAPI document lists them.
-        include_in_schema: whether it does.
     """
 
     def __init__(
@@ -41,31 +39,25 @@ class Routes:
         self._route_class, self._prefix, self._tags, self._shown = route_class, prefix, tags, include_in_schema
         self._declared: list[_Declared] = []
 
-    def get(self, path: str, **options: Any) -> Callable[..., Any]:
+    def _declare(self, method: str, path: str, **options: Any) -> Callable[..., Any]:
         """Declare a route. Options: those of FastAPI's decorators."""
-        return self._declare("GET", path, options)
 
-    def head(self, path: str, **options: Any) -> Callable[..., Any]:
-        """As `get`."""
-        return self._declare("HEAD", path, options)
+        def declare[Endpoint: Callable[..., Any]](endpoint: Endpoint) -> Endpoint:
+            self._declared.append(_Declared(method, path, endpoint, options))
+            return endpoint
 
-    def post(self, path: str, **options: Any) -> Callable[..., Any]:
-        """As `get`."""
-        return self._declare("POST", path, options)
+        return declare
 
-    def put(self, path: str, **options: Any) -> Callable[..., Any]:
-        """As `get`."""
-        return self._declare("PUT", path, options)
-
-    def delete(self, path: str, **options: Any) -> Callable[..., Any]:
-        """As `get`."""
-        return self._declare("DELETE", path, options)
+    get = partialmethod(_declare, "GET")
+    head = partialmethod(_declare, "HEAD")
+    post = partialmethod(_declare, "POST")
+    put = partialmethod(_declare, "PUT")
+    delete = partialmethod(_declare, "DELETE")
 
     def serve(self, app: FastAPI, prefix: str, dependencies: Sequence[Any] = ()) -> Iterator[APIRoute]:
         """Build the routes for an application, in the order in which they were declared; returns them one by one.
 
         Args:
-            prefix: before the path of each.
             dependencies: of each, before its own.
         """
         for method, path, endpoint, options in self._declared:
@@ -82,10 +74,3 @@ class Routes:
             built = app.router.routes[-1]
             assert isinstance(built, APIRoute)
             yield built
-
-    def _declare(self, method: str, path: str, options: dict[str, Any]) -> Callable[..., Any]:
-        def declare[Endpoint: Callable[..., Any]](endpoint: Endpoint) -> Endpoint:
-            self._declared.append(_Declared(method, path, endpoint, options))
-            return endpoint
-
-        return declare

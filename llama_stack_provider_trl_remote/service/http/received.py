@@ -48,11 +48,7 @@ _BUSY = (
 
 
 class BodyMemory:
-    """Bytes of bodies that may be held at a time, and a quarter of them by one caller.
-
-    Args:
-        patience: seconds to wait for memory.
-    """
+    """Bytes of bodies that may be held at a time, and a quarter of them by one caller."""
 
     def __init__(self, total: int = _TOTAL, patience: float = _PATIENCE) -> None:
         self._free = self._total = total
@@ -63,11 +59,8 @@ class BodyMemory:
 
     @asynccontextmanager
     async def reserved(self, size: int, caller: str = "") -> AsyncIterator[None]:
-        """Reserve memory for a body, for as long as the block lasts.
-
-        Raises:
-            HTTPException: 503, memory was not free in time.
-        """
+        """Reserve memory for a body, for as long as the block lasts. Raises HTTPException: 503, memory was not free in
+        time."""
         size = min(size, self._total)
         await self._take(size, caller)
         try:
@@ -118,7 +111,6 @@ class Received(Request):
     """A request whose body is bounded.
 
     Args:
-        caller: name of its sender.
         limit: bytes of its body.
         rows: parses large bodies; None: bodies are never large.
         stack: closed when the request has been answered.
@@ -189,10 +181,7 @@ class Received(Request):
 
     async def _receive_in_time(self) -> bytes:
         """As `_receive_all`, within `_GRACE` seconds and one more for every `_BYTES_PER_SECOND` that were received.
-
-        Raises:
-            HTTPException: 408.
-        """
+        Raises HTTPException: 408."""
         begun = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(_GRACE) as bound:
@@ -210,11 +199,8 @@ class Received(Request):
             ) from None
 
     async def _receive_all(self, note: Callable[[int], None]) -> bytes:
-        """Receive the body. One that is too large for memory goes to a file, and a byte stands for it.
-
-        Args:
-            note: called with the number of bytes received so far.
-        """
+        """Receive the body. One that is too large for memory goes to a file, and a byte stands for it. `note` is called
+        with the number of bytes received so far."""
         data = bytearray()
         count = 0
         file: BinaryIO | None = None
@@ -237,11 +223,7 @@ class Received(Request):
 
 
 class Bodies:
-    """The limits that all bodies of a service share.
-
-    Args:
-        rows: parses bodies with many rows.
-    """
+    """The limits that all bodies of a service share."""
 
     def __init__(self, rows: RowParser | None = None) -> None:
         self._rows = rows

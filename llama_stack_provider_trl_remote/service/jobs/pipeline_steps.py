@@ -47,11 +47,8 @@ class PipelineJob:
 
 
 def steps_of(body: Mapping[str, Any]) -> list[PipelineJob]:
-    """The jobs of a pipeline, each after those that it depends on.
-
-    Raises:
-        InvalidRequest: names the job and the field.
-    """
+    """The jobs of a pipeline, each after those that it depends on. Raises InvalidRequest: names the job and the
+    field."""
     jobs = _jobs(body)
     if len(jobs) > MOST:
         raise InvalidRequest(JOBS, len(jobs), f"expected at most {MOST} jobs: divide the pipeline")
@@ -99,11 +96,7 @@ def digest_of(step: PipelineJob, rows: Mapping[str, Any], before: Mapping[str, s
 
 
 def resolved(step: PipelineJob, job_uuid: str, names: Mapping[str, str]) -> Json:
-    """The request as the service takes it.
-
-    Args:
-        names: job of the file -> its job_uuid.
-    """
+    """The request as the service takes it."""
     request = copy.deepcopy(step.request)
     request["job_uuid"] = job_uuid
 

@@ -45,12 +45,8 @@ class Pipelines:
 
     async def submit(self, pipeline: PipelineBody, caller: Caller) -> PipelineResponse:
         """Queue the jobs that are not here. A job that has failed or was cancelled is followed by another one, with a
-        number behind its name.
-
-        Raises:
-            InvalidRequest: names the job and the field.
-            Others: as `Submissions.submit_all`.
-        """
+        number behind its name. Raises InvalidRequest: names the job and the field; Others: as
+        `Submissions.submit_all`."""
         rows = await in_work_thread(self._placed, pipeline)
         new = {f"{JOBS}.{row.name}": _body(row.name, request) for row, request in rows if request is not None}
         if new:

@@ -62,11 +62,8 @@ class RowSources:
 
 
 def keep_result(datasets: DatasetRegistry, job: JobRecord) -> None:
-    """Register the dataset that a job has made, before the job counts as completed.
-
-    Raises:
-        InvalidRequest, JobConflict, StoreError.
-    """
+    """Register the dataset that a job has made, before the job counts as completed. Raises InvalidRequest, JobConflict,
+    StoreError."""
     if (dataset_id := job.spec.does.made_dataset) is not None:
         datasets.register_made(
             dataset_id,

@@ -63,7 +63,6 @@ class StoredJobs:
         sort: Sort = "",
         folded: bool = False,
     ) -> QueueResponse:
-        """See `queue_page`."""
         return queue_page(
             *(self._store, state, search, limit, offset, self._nodes(), None, self._obtainable()),
             preempts=self._preempts,
@@ -73,11 +72,9 @@ class StoredJobs:
         )
 
     def members(self, roots: Sequence[str], opened: Sequence[str], sort: Sort) -> list[QueueRow]:
-        """See `members_of`."""
         return members_of(self._store, roots, opened, sort)
 
     def sparks(self, names: Sequence[str], points: int) -> Mapping[str, Sequence[float]]:
-        """See `JobReader.sparks`."""
         return self._store.sparks(names, points)
 
     def status(self, job_uuid: str, config: bool = True) -> PostTrainingJobStatusResponse:

@@ -61,14 +61,11 @@ class Submissions:
         self._rows, self._datasets, self._quotas, self._space = rows, datasets, quotas, space
 
     async def submit(self, body: JobBody, caller: Caller, mark: str | None = None) -> None:
-        """Queue a job.
+        """Queue a job. Raises the errors of `submission.submit`; InvalidRequest: a priority that the caller may not
+        use, too.
 
         Args:
             mark: text of its metadata under the reserved name, which no request can set; None: none.
-
-        Raises:
-            The errors of `submission.submit`.
-            InvalidRequest: a priority that the caller may not use, too.
         """
         await in_work_thread(self._quotas.require, caller.name, 0)
         with self._quotas.taking(caller.name) as take:
@@ -79,13 +76,11 @@ class Submissions:
             self._queued([body])
 
     async def submit_all(self, bodies: Mapping[str, JobBody], caller: Caller) -> None:
-        """Queue several jobs, which may name those before them, or none of them.
+        """Queue several jobs, which may name those before them, or none of them. Raises as `submit`; the field of an
+        InvalidRequest has that of the job before it.
 
         Args:
             bodies: by the field of the request that has each.
-
-        Raises:
-            As `submit`; the field of an InvalidRequest has that of the job before it.
         """
         await in_work_thread(self._quotas.require, caller.name, 0)
         draft = Draft(self._store)

@@ -43,11 +43,8 @@ _MOST = 64
 
 
 def expanded(section: Any) -> dict[str, Json]:
-    """The jobs of a section: name -> request, in which `job:NAME` names jobs of the same pipeline.
-
-    Raises:
-        InvalidRequest: names the field.
-    """
+    """The jobs of a section: name -> request, in which `job:NAME` names jobs of the same pipeline. Raises
+    InvalidRequest: names the field."""
     fields = _checked(section)
     students = {f"{STUDENT}-{number}": one for number, one in enumerate(_students(fields), 1)}
     jobs = {ANSWERS: _answers(fields), **students}

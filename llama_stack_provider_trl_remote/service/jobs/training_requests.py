@@ -31,10 +31,7 @@ type TrainingBody = SupervisedFineTuneBody | PreferenceOptimizeBody
 
 def training_request(body: TrainingBody, settings: ServiceSettings) -> Request:
     """The request of a body, with the configuration's values where it has none and the engine has no setting for them.
-
-    Raises:
-        InvalidRequest: neither has the rows that each rank takes at once.
-    """
+    Raises InvalidRequest: neither has the rows that each rank takes at once."""
     kind: type[Request] = SupervisedFineTuneRequest
     if isinstance(body, PreferenceOptimizeBody) and _call_of(body) == "dpo":
         kind = PreferenceOptimizeRequest

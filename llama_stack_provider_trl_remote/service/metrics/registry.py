@@ -24,11 +24,7 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"
 
 
 class Metrics:
-    """What `GET /metrics` answers. Safe to share between threads.
-
-    Args:
-        clock: seconds, monotonic.
-    """
+    """What `GET /metrics` answers. Safe to share between threads."""
 
     def __init__(self, store: Store, cluster: Cluster, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._cluster, self._clock = store, cluster, clock

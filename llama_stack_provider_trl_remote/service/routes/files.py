@@ -27,15 +27,11 @@ def file_response(
     if_range: str | None = None,
     media_type: str = "application/octet-stream",
 ) -> Response:
-    """A file; its ETag is its sha256.
+    """A file; its ETag is its sha256. Raises OutOfRange.
 
     Args:
         opener: opens it, once the answer begins.
-        wanted: the header Range.
         if_range: an ETag: the range counts only if it is still the file's.
-
-    Raises:
-        OutOfRange.
     """
     etag = f'"{sha256}"'
     part = requested_range(wanted, size) if if_range in (None, etag) else None

@@ -187,12 +187,8 @@ class Access:
         """Do nothing: `GuardedRoute` has called `check` before the body was read."""
 
     def check(self, scope: Scope, settings: ServiceSettings) -> None:
-        """Check caller, content type and announced size of a request.
-
-        Raises:
-            Refused: 400, 401, 403, 413 or 429.
-            StoreError.
-        """
+        """Check caller, content type and announced size of a request. Raises Refused: 400, 401, 403, 413 or 429;
+        StoreError."""
         caller: Caller = scope[CALLER]
         if self.roles:
             caller.require_known()

@@ -54,8 +54,6 @@ class AuditLog:
 
     Args:
         max_bytes: of one file.
-        max_files: that are kept.
-        clock: seconds since the epoch.
     """
 
     def __init__(self, directory: Path, max_bytes: int, max_files: int, clock: Callable[[], float] = time.time) -> None:
@@ -73,11 +71,8 @@ class AuditLog:
         """Forces full files to disk."""
 
     def open(self) -> int:
-        """Continue the newest file, without its torn or damaged end. Returns the number of bytes cut off.
-
-        Raises:
-            OSError.
-        """
+        """Continue the newest file, without its torn or damaged end. Returns the number of bytes cut off. Raises
+        OSError."""
         self._writer.start()
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.chmod(self.directory, 0o700)
@@ -103,13 +98,11 @@ class AuditLog:
             return cut
 
     def submit(self, event: str, of: Future[int | None] | None = None, **fields: Any) -> Future[int | None]:
-        """Have the writer append one line; waits for nothing.
+        """Have the writer append one line; waits for nothing. Returns its number, once it is written; None: the file
+        cannot be written, which the next line reports.
 
         Args:
             of: of an earlier line, whose number this one names.
-
-        Returns:
-            Its number, once it is written; None: the file cannot be written, which the next line reports.
         """
         return self._writer.submit(partial(self._write, event, self._clock(), of, fields))
 
@@ -169,10 +162,7 @@ class AuditLog:
         """Lines with numbers above `after`, oldest first, and the number to continue after.
 
         That number is `after` itself where no more lines exist yet. A page may be empty and have more behind it, since
-        a filter reads on.
-
-        Raises:
-            StoreError: the files cannot be read.
+        a filter reads on. Raises StoreError: the files cannot be read.
         """
         found: list[Line] = []
         last = after
@@ -292,9 +282,6 @@ class Refusals:
     only the sum is written, so that a flood neither fills the disk nor displaces the history.
 
     Nothing waits for a line: where the disk hangs, refusals are counted until it answers.
-
-    Args:
-        clock: seconds, monotonic.
     """
 
     def __init__(self, audit: AuditLog, clock: Callable[[], float] = time.monotonic) -> None:

@@ -205,11 +205,7 @@ class Gate:
             del scope[BODY]
 
     def _note(self, scope: Scope, status: int, always: bool = False) -> None:
-        """Record a refusal.
-
-        Args:
-            always: record it at every status.
-        """
+        """Record a refusal."""
         if self._refusals is None or not (always or status in REFUSALS) or RECORDED in scope:
             return
         self._refusals.add(Refusal(status=status, method=scope["method"][:16], route=scope.get(ROUTE), **sender(scope)))
@@ -277,10 +273,7 @@ async def _while_valid(caller: Caller, body: Body, answer: ResponseState, handle
     """Handle a request for as long as its token is valid.
 
     Only an answer that is being sent or a body that is being received is broken off. Everything between takes effect as
-    a whole, or not at all.
-
-    Raises:
-        Refused: 401.
+    a whole, or not at all. Raises Refused: 401.
     """
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle
@@ -308,11 +301,7 @@ async def _while_valid(caller: Caller, body: Body, answer: ResponseState, handle
 
 def _check_names(scope: Scope) -> None:
     """Refuse paths and parameters with characters that are not printed. They are names, and whether a pattern of a path
-    matches must not depend on how it treats line ends.
-
-    Raises:
-        Refused: 400.
-    """
+    matches must not depend on how it treats line ends. Raises Refused: 400."""
     if problem := problem_of_name(scope["path"]):
         raise Refused(400, f"the path has a control character, or is too long: {problem}")
     try:
@@ -327,11 +316,7 @@ def _check_names(scope: Scope) -> None:
 
 
 def _check_length(headers: Headers) -> None:
-    """Refuse a body with two lengths: memory is reserved for one, and the other is received.
-
-    Raises:
-        Refused: 400.
-    """
+    """Refuse a body with two lengths: memory is reserved for one, and the other is received. Raises Refused: 400."""
     if "content-length" in headers and "transfer-encoding" in headers:
         raise Refused(
             400,

@@ -17,11 +17,7 @@ _ADDRESSES = 4096
 
 
 class Bucket:
-    """Allows `rate` per second on average, and `burst` at once.
-
-    Args:
-        clock: seconds, monotonic.
-    """
+    """Allows `rate` per second on average, and `burst` at once."""
 
     def __init__(self, rate: float, burst: float | None = None, clock: Clock = time.monotonic) -> None:
         self.rate = rate

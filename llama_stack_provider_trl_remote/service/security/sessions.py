@@ -56,7 +56,6 @@ class Sessions:
 
     Args:
         known: the tokens whose callers may have sessions.
-        clock: seconds since the epoch.
     """
 
     def __init__(self, path: Path, known: Iterable[KnownTokens] = (), clock: Callable[[], float] = time.time) -> None:
@@ -73,11 +72,8 @@ class Sessions:
         """Name of the cookie. Cookies of one host are shared between its ports: each service has a name of its own."""
 
     def open(self, digest: str) -> str:
-        """Open a session for the token with this digest. Returns its id, the value of the cookie.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Open a session for the token with this digest. Returns its id, the value of the cookie. Raises OSError: the
+        file cannot be written."""
         session_id = secrets.token_urlsafe(32)
         with self._lock:
             self._read()

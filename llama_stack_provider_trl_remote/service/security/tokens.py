@@ -36,11 +36,7 @@ class _Known:
 
 
 class CreatedTokens:
-    """Authenticates with the created tokens, and creates and revokes them.
-
-    Args:
-        clock: seconds since the epoch.
-    """
+    """Authenticates with the created tokens, and creates and revokes them."""
 
     def __init__(self, tokens: Tokens, settings: ServiceSettings, clock: Callable[[], float] = time.time) -> None:
         self._tokens = tokens
@@ -75,11 +71,8 @@ class CreatedTokens:
     def create(
         self, name: str, role: Role, created_by: str, expires_in: float | None = None, limits: TokenLimits = UNLIMITED
     ) -> tuple[str, TokenRecord]:
-        """Create a token. Returns it, which cannot be read again, and its record.
-
-        Raises:
-            Conflict: the name is taken or reserved, or there are as many tokens as may be.
-        """
+        """Create a token. Returns it, which cannot be read again, and its record. Raises Conflict: the name is taken or
+        reserved, or there are as many tokens as may be."""
         if name in self._configured or RESERVED.fullmatch(name):
             raise Conflict(f"the name {name!r} belongs to a token of the service's configuration: choose another")
         if len(self._known) >= _MOST:
@@ -94,12 +87,7 @@ class CreatedTokens:
         return token, record
 
     def revoke(self, name: str) -> None:
-        """Refuse a token from now on.
-
-        Raises:
-            Conflict: it is configured.
-            NotFound.
-        """
+        """Refuse a token from now on. Raises Conflict: it is configured; NotFound."""
         if configured := self._configured.get(name):
             raise Conflict(
                 f"the token {name!r} is configured ({configured.setting}): remove it there, and start the service again"

@@ -65,15 +65,11 @@ class Chats:
         self._settings, self._serving, self._store = settings, serving, store
 
     async def begin(self, body: ChatBody | CompletionBody, caller: str, *, reads_calls: bool = True) -> BegunAnswer:
-        """Begin an answer: its prompt was read when this returns.
+        """Begin an answer: its prompt was read when this returns. Raises InvalidRequest, JobNotFound, ChatRefused: the
+        request cannot be honoured; LimitReached, NotServed: it can, later; OSError: no process can be started.
 
         Args:
             reads_calls: whether calls of tools are separated from the answer's content.
-
-        Raises:
-            InvalidRequest, JobNotFound, ChatRefused: the request cannot be honoured.
-            LimitReached, NotServed: it can, later.
-            OSError: no process can be started.
         """
         request = _chat_request(body) if isinstance(body, ChatBody) else _completion_request(body)
         most = self._settings.max_chats
@@ -143,11 +139,8 @@ class Chats:
         await self._serving.find(name)
 
     async def reply(self, name: str, request: ServeRequest, caller: str) -> tuple[Reply, int]:
-        """The whole answer of a model, and the tokens of its prompt and of it. It counts as a chat.
-
-        Raises:
-            InvalidRequest, JobNotFound, ChatRefused, LimitReached, NotServed, OSError: as `begin`.
-        """
+        """The whole answer of a model, and the tokens of its prompt and of it. It counts as a chat. Raises
+        InvalidRequest, JobNotFound, ChatRefused, LimitReached, NotServed, OSError: as `begin`."""
         served = await self._serving.find(name)
         text, tokens, reason = "", 0, ""
         async with (
@@ -194,11 +187,8 @@ class Chats:
 
 
 async def unless_left[Found](work: Coroutine[Any, Any, Found], left: Coroutine[Any, Any, None]) -> Found | None:
-    """What a request orders; None: its client is gone, and the work is cancelled.
-
-    Args:
-        left: returns when the client is gone.
-    """
+    """What a request orders; None: its client is gone, and the work is cancelled. `left` returns when the client is
+    gone."""
     working, leaving = asyncio.create_task(work), asyncio.create_task(left)
     try:
         await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
@@ -230,11 +220,7 @@ async def _taken(
 
 
 class BegunAnswer:
-    """The answers to a request whose prompt was read. `whole` closes it; a stream has to be closed.
-
-    Args:
-        written: the form of each answer.
-    """
+    """The answers to a request whose prompt was read. `whole` closes it; a stream has to be closed."""
 
     def __init__(
         self,
@@ -252,14 +238,8 @@ class BegunAnswer:
         await self._stack.aclose()
 
     async def whole(self, left: Coroutine[Any, Any, None]) -> Json | None:
-        """The answer in one piece; None: its client is gone.
-
-        Args:
-            left: returns when the client is gone.
-
-        Raises:
-            ChatRefused, NotServed.
-        """
+        """The answer in one piece; None: its client is gone. Raises ChatRefused, NotServed. `left` returns when the
+        client is gone."""
         try:
             return await unless_left(self._collected(), left)
         finally:

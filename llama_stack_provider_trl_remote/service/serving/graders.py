@@ -31,13 +31,10 @@ def refuse_grader(grader: Grader, settings: ServiceSettings) -> None:
 
 
 async def refuse_models(grader: Grader, chats: Chats, names: Mapping[str, OpenAIModel]) -> None:
-    """Refuse models that cannot answer.
+    """Refuse models that cannot answer. Raises InvalidRequest: names the field.
 
     Args:
         names: of `openai.models`, with what they stand for.
-
-    Raises:
-        InvalidRequest: names the field.
     """
     for name, leaf in asking_of(grader).items():
         field = f"grader.{field_of(grader, name)}model"
@@ -59,17 +56,13 @@ async def ask(
     caller: str,
     seconds: float,
 ) -> tuple[dict[str, Reply | GradingError], Counter[str]]:
-    """What the models of a grader reply about an answer, by the processes that answer chats, and their tokens.
+    """What the models of a grader reply about an answer, by the processes that answer chats, and their tokens. Raises
+    LimitReached, NotServed, OSError: nothing can answer now, or not in time. Returns replies by the names of graders,
+    and tokens by those of models.
 
     Args:
         names: as of `refuse_models`, which has let the grader pass.
         seconds: that all replies together may take.
-
-    Returns:
-        Replies by the names of graders, and tokens by those of models.
-
-    Raises:
-        LimitReached, NotServed, OSError: nothing can answer now, or not in time.
     """
     try:
         async with asyncio.timeout(seconds):

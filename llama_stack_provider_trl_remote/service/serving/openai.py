@@ -36,7 +36,6 @@ class Written:
     """An answer, and the forms in which it is sent.
 
     Args:
-        model: as the request names it.
         has_logprobs: whether the request wants log-probabilities.
     """
 

@@ -114,12 +114,8 @@ class ServingProcess:
             self.used_at = time.monotonic()
 
     async def answer(self, request: ServeRequest, adapter: Files | None) -> AsyncGenerator[Answer]:
-        """The parts of the answer to a request, as they come.
-
-        Raises:
-            ProcessEnded.
-            OSError: the adapter cannot be copied.
-        """
+        """The parts of the answer to a request, as they come. Raises ProcessEnded; OSError: the adapter cannot be
+        copied."""
         begun = False
         await asyncio.wait([self._ready, self._life], return_when=asyncio.FIRST_COMPLETED)
         if self._ready.done() and not self.has_ended:

@@ -65,12 +65,7 @@ class Served:
 
     @classmethod
     def find(cls, name: str, settings: Settings, store: Store) -> Served:
-        """Look a name up.
-
-        Raises:
-            JobNotFound.
-            InvalidRequest: it cannot answer.
-        """
+        """Look a name up. Raises JobNotFound; InvalidRequest: it cannot answer."""
         base = find_served(FIELD, name, settings, store)
         source = ModelSource(
             model=base.source.model, revision=base.source.revision, trust_remote_code=base.source.trust_remote_code
@@ -116,12 +111,9 @@ def _weights(directory: Path) -> int:
 
 
 def copy_adapter(adapter: Files, directory: Path, space: Space) -> None:
-    """Copy the files of an adapter to where the process that serves it sees them: nothing else of the data directory
-    is in its view. A part of a copy is removed.
-
-    Raises:
-        OSError: also ENOSPC, where the disk has no space for what clients order.
-    """
+    """Copy the files of an adapter to where the process that serves it sees them: nothing else of the data directory is
+    in its view. A part of a copy is removed. Raises OSError: also ENOSPC, where the disk has no space for what clients
+    order."""
     if directory.is_dir():
         return
     size = sum((adapter.directory / name).stat().st_size for name in _names(adapter.directory))

@@ -49,7 +49,6 @@ class Serving:
 
     Args:
         for_jobs: the settings with which names of models are resolved.
-        devices: of this machine.
         memory: returns the bytes that are free on this machine.
     """
 
@@ -105,12 +104,8 @@ class Serving:
             self._chats[caller] -= 1
 
     async def answer(self, served: Served, request: ServeRequest) -> AsyncGenerator[Answer]:
-        """The parts of the answer to a request, as they come.
-
-        Raises:
-            NotServed: no process can answer now, or its device was needed.
-            OSError: no process can be started, or the disk has no space for a copy of the adapter.
-        """
+        """The parts of the answer to a request, as they come. Raises NotServed: no process can answer now, or its
+        device was needed; OSError: no process can be started, or the disk has no space for a copy of the adapter."""
         deadline = asyncio.get_running_loop().time() + self._settings.chat_timeout
         async with aclosing(self._answer(served, request)) as messages:
             while True:
@@ -172,11 +167,8 @@ class Serving:
             return process
 
     async def _place(self, served: Served) -> _ServingPlace:
-        """A device that no job has, with room for one more process; or the CPU beside the training of the model.
-
-        Raises:
-            NotServed: all are taken, or the memory does not suffice.
-        """
+        """A device that no job has, with room for one more process; or the CPU beside the training of the model. Raises
+        NotServed: all are taken, or the memory does not suffice."""
         self._processes = {key: process for key, process in self._processes.items() if not process.has_ended}
         holders = await asyncio.to_thread(self._store.holders)
         free = self._free(holders)

@@ -41,16 +41,13 @@ class AnsweredRows(NamedTuple):
 
 
 def read_rows(files: Sequence[tuple[Opener, int] | None], first: int, count: int, wanted: Wanted) -> AnsweredRows:
-    """A part of the rows that some jobs have answered, in their order.
+    """A part of the rows that some jobs have answered, in their order. Raises OSError: a file cannot be read.
 
     Args:
         files: of each job, what opens its answers, and their bytes in whole lines; None: it has none.
         first: rows of those that are wanted to leave out.
         wanted: all; those where an answer fails a check; or those where some job passes a check that another one
             fails, or, without checks, has another text.
-
-    Raises:
-        OSError: a file cannot be read.
     """
     most = MOST_BYTES // max(1, sum(one is not None for one in files))
     found: list[AnsweredRow] = []

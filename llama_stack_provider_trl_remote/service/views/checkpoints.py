@@ -97,10 +97,7 @@ def find_file(store: Store, digests: Digests, job_uuid: str, identifier: str, re
     """Resolve a file of a checkpoint: a function that opens it, its size and its sha256.
 
     The function never follows a symbolic link out of the job's checkpoints: a training may create one at any time.
-
-    Raises:
-        InvalidRequest: the path leads out of the checkpoint.
-        NotFound.
+    Raises InvalidRequest: the path leads out of the checkpoint; NotFound.
     """
     shown_as, checkpoint = _find(store, job_uuid, identifier)
     try:
@@ -116,10 +113,7 @@ def find_file(store: Store, digests: Digests, job_uuid: str, identifier: str, re
 def requested_range(header: str | None, size: int) -> tuple[int, int] | None:
     """First byte of a Range header and the one behind its last; None: the whole file.
 
-    A header without a range of bytes, or with several, is ignored, as HTTP requires.
-
-    Raises:
-        OutOfRange.
+    A header without a range of bytes, or with several, is ignored, as HTTP requires. Raises OutOfRange.
     """
     found = re.fullmatch(r"bytes=(\d{0,18})-(\d{0,18})", (header or "").replace(" ", ""))
     if not found or found[1] == found[2] == "":

@@ -93,11 +93,8 @@ class Page(NamedTuple):
 def read_page(store: Store, job_uuid: str, after: Cursor, limit: int, size: int = _PIECE) -> Page:
     """Read the next events behind a cursor: at most `limit`, and about `size` bytes of each attempt.
 
-    Lines that are no events are left out, as in the supervisor.
-
-    Raises:
-        JobNotFound.
-        InvalidRequest: the cursor is not one of this job's.
+    Lines that are no events are left out, as in the supervisor. Raises JobNotFound; InvalidRequest: the cursor is not
+    one of this job's.
     """
     state, files = store.event_files(job_uuid, after.attempt)
     if after.attempt and (not files or files[0].attempt != after.attempt):
@@ -115,14 +112,11 @@ def read_page(store: Store, job_uuid: str, after: Cursor, limit: int, size: int 
 
 
 def read_back(store: Store, job_uuid: str, before: Cursor | None, limit: int) -> list[Line]:
-    """Read the events before a cursor, the last one first: at most `limit`.
+    """Read the events before a cursor, the last one first: at most `limit`. Raises JobNotFound; InvalidRequest: the
+    cursor is not one of this job's.
 
     Args:
         before: the cursor of an event, which is left out; None: all of them.
-
-    Raises:
-        JobNotFound.
-        InvalidRequest: the cursor is not one of this job's.
     """
     _, files = store.event_files(job_uuid)
     if before is not None and before.attempt not in {file.attempt for file in files}:

@@ -22,7 +22,6 @@ def read_log(
     """The last lines of a log, at most `size` bytes of them.
 
     Args:
-        rank: a rank's number, or `launcher`.
         attempt: None: the current one.
 
     Raises:

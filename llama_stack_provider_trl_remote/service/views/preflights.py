@@ -65,14 +65,11 @@ class Preflights:
     async def _run[Result: (Preflighted, Previewed)](
         self, spec: JobSpec, requested: PreflightSpec, kind: type[Result], parts: Sequence[PlannedParts]
     ) -> Result:
-        """Run a task for its result.
+        """Run a task for its result. Raises JobFailure: the job could not even begin, or the time is over; OSError: the
+        task cannot be started.
 
         Args:
             parts: of each dataset, which are copied into the directory of the task, and go with it.
-
-        Raises:
-            JobFailure: the job could not even begin, or the time is over.
-            OSError: the task cannot be started.
         """
         limit = self._settings.preflight_timeout
         run_dir = self._directory / uuid4().hex

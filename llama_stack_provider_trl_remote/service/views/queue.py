@@ -68,9 +68,7 @@ def queue_page(
     """One page of the queue, and how many jobs there are.
 
     Args:
-        state: None: any.
         search: part of the names of jobs, of their models or of their metadata, in any case; None or empty: all.
-        offset: jobs before this page.
         nodes: on which they run, the service's own machine first; empty: not known here.
         now: seconds since the epoch; None: the present.
         obtainable: what pools may give.

@@ -40,13 +40,10 @@ def list_samples(store: Store, job_uuid: str, limit: int, offset: int) -> Sample
 
 
 def side_by_side(store: Store, job_uuid: str, skip: int) -> SideBySide:
-    """The sets that a page shows.
+    """The sets that a page shows. Raises JobNotFound.
 
     Args:
         skip: of the sets between the first and the last, so many of the newest are left out.
-
-    Raises:
-        JobNotFound.
     """
     with store.snapshot():
         prompts = _prompts(store.get(job_uuid).spec)

@@ -49,15 +49,11 @@ def read_series(
     end: int = LAST_STEP,
     growing: Growing | None = None,
 ) -> SeriesResponse:
-    """The curves of a job between two steps.
+    """The curves of a job between two steps. Raises JobNotFound.
 
     Args:
-        metrics: their names; empty: all.
         points: that a curve may have at most.
         growing: keeps the points of jobs that run, of which only the new ones are read.
-
-    Raises:
-        JobNotFound.
     """
     with store.snapshot():  # events and points are stored together: the cursor is exactly behind these points
         _, (cursor,) = read_states(store, [job_uuid])
@@ -267,14 +263,12 @@ class _Curves:
         return found
 
     def read(self, store: Store, job_uuid: str, first: int, begin: int, end: int, width: int) -> tuple[str, int] | None:
-        """Add the points of a job from step `begin`, where a part begins, to step `end`.
+        """Add the points of a job from step `begin`, where a part begins, to step `end`. Returns kind and step of the
+        last one; None: there is none.
 
         Args:
             first: where the first part begins.
             width: steps of a part.
-
-        Returns:
-            Kind and step of the last one; None: there is none.
         """
         piece, found = width * math.ceil(_AT_ONCE / width), None
         for start in range(begin, end + 1, piece):

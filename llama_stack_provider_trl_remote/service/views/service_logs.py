@@ -34,13 +34,11 @@ class ServiceLogs:
         return self._directory / "service.log"
 
     def read(self, node: str | None, lines: int, size: int) -> str:
-        """The last lines of a log, at most `size` bytes of them, whatever the size of the file and of its lines.
+        """The last lines of a log, at most `size` bytes of them, whatever the size of the file and of its lines. Raises
+        NotFound: there is no such log; the message names the logs that exist.
 
         Args:
             node: whose agent's log; None: that of the service.
-
-        Raises:
-            NotFound: there is no such log; the message names the logs that exist.
         """
         path = self.path if node is None else self._of_agent(node)
         if not is_regular(path):

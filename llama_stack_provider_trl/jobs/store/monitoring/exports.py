@@ -9,7 +9,7 @@ from typing import Any
 
 from ..database import Database
 from ..records import ExportRecord
-from ..row_mapping import export_record
+from ..row_mapping import record_of
 
 DUE = 200
 """Exports that one pass handles."""
@@ -26,13 +26,13 @@ class Exports:
 
     def of_job(self, job_uuid: str) -> Sequence[ExportRecord]:
         """The exports of a job, by tracker."""
-        return [export_record(row) for row in self._database.select("select_exports", {"job_uuid": job_uuid})]
+        return [record_of(ExportRecord, row) for row in self._database.select("select_exports", {"job_uuid": job_uuid})]
 
     def due(self, trackers: Iterable[str], limit: int = DUE) -> Sequence[ExportRecord]:
         """Exports to some trackers with points to send, soon or now, or with an end to report; the oldest job's first.
         Their `behind` is 0."""
         values = {"trackers": json.dumps(list(trackers)), "limit": limit}
-        return [export_record(row) for row in self._database.select("select_exports_due", values)]
+        return [record_of(ExportRecord, row) for row in self._database.select("select_exports_due", values)]
 
     def begun_since(self, record: ExportRecord) -> tuple[int, int] | None:
         """The attempts that have begun to train after the record's: the last one, and the earliest step that one of

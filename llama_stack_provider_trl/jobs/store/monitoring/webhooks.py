@@ -38,11 +38,7 @@ class Webhooks:
 
     def configure(self, receivers: Mapping[str, Collection[JobState]]) -> int:
         """Tell these addresses of jobs that end in these states from now on, and no others. Writes nothing where that
-        is so already.
-
-        Returns:
-            The deliveries to other addresses, which are given up and counted.
-        """
+        is so already. Returns the deliveries to other addresses, which are given up and counted."""
         wanted = {(url, str(state)) for url, states in receivers.items() for state in states}
         if wanted == {(row["url"], row["state"]) for row in self._database.select("select_webhooks", {})}:
             return 0
@@ -63,11 +59,8 @@ class Webhooks:
         return Delivery(**{**dict(rows[0]), "state": JobState(rows[0]["state"])}) if rows else None
 
     def begin(self, delivery: Delivery, not_before: float) -> Delivery | None:
-        """Record a try, and when the next one comes if this one fails or its process is killed.
-
-        Returns:
-            The delivery as it is now; None: it has changed since it was read.
-        """
+        """Record a try, and when the next one comes if this one fails or its process is killed. Returns the delivery as
+        it is now; None: it has changed since it was read."""
         row = {**delivery._asdict(), "not_before": not_before}
         with self._database.transaction() as execute:
             begun = execute("begin_delivery", row).rowcount == 1

@@ -29,12 +29,7 @@ _DETAILS_EVERY = 2.0
 
 
 class Chains:
-    """Every method may raise StoreError.
-
-    Args:
-        now: seconds since the epoch.
-        clock: monotonic seconds.
-    """
+    """Every method may raise StoreError."""
 
     def __init__(
         self, database: Database, now: Callable[[], float], clock: Callable[[], float] = time.monotonic
@@ -59,11 +54,8 @@ class Chains:
         return {name for row in rows for name in row["base"].split(_BETWEEN)}
 
     def advance(self, end: Callable[[Blocked, JobState, Reason | None, str], object]) -> None:
-        """Release the jobs that wait for none any longer, and end those that can never start.
-
-        Args:
-            end: ends a job in a state, with its reason and a message.
-        """
+        """Release the jobs that wait for none any longer, and end those that can never start. `end` ends a job in a
+        state, with its reason and a message."""
         if not (blocked := self.blocked()):
             return
         decided = decide(blocked)
@@ -91,11 +83,8 @@ class Chains:
 
 
 def insert_predecessors(execute: Execute, spec: JobSpec) -> None:
-    """Store what a new job comes after, in the transaction that stores the job.
-
-    Raises:
-        InvalidRequest: one of these jobs does not exist, or can never complete.
-    """
+    """Store what a new job comes after, in the transaction that stores the job. Raises InvalidRequest: one of these
+    jobs does not exist, or can never complete."""
     read = spec.jobs_read
     for position, name in enumerate(spec.after):
         found = execute("select_state", {"job_uuid": name}).fetchone()

@@ -54,11 +54,7 @@ class Proposing(Protocol):
 
 
 class Searches:
-    """Every method may raise StoreError.
-
-    Args:
-        now: seconds since the epoch.
-    """
+    """Every method may raise StoreError."""
 
     def __init__(self, database: Database, now: Callable[[], float]) -> None:
         self._database = database
@@ -99,11 +95,7 @@ class Searches:
         return found and found.job_uuid
 
     def advance(self, jobs: Jobs, proposing: Proposing | None = None) -> None:
-        """Decide about every search that has not ended, record that, and act on it.
-
-        Args:
-            proposing: None: no trial is added.
-        """
+        """Decide about every search that has not ended, record that, and act on it."""
         live = self._database.select("select_searches", {})
         waiting: set[str] = set()
         for row in live:
@@ -133,7 +125,6 @@ class Searches:
         """Returns what was decided; None: about a rung, which is recorded and not acted on yet.
 
         Args:
-            detail: the recorded one.
             delay: why the next trials take long.
         """
         rows = self._database.select("select_trials", {"search": name})
