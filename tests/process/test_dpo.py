@@ -389,7 +389,6 @@ def test_answers_are_reused_only_where_everything_that_decides_them_is_the_same(
             "model": model,
             "method": once(tmp_path),
             "validation_rows": DPO_ROWS[:5],
-            "preflight": "off",
             **changes,
         }
         _, events = run(tmp_path / name, job_spec(tmp_path / name, fields.pop("model"), "dpo", **fields))

@@ -356,7 +356,7 @@ def test_tokens_of_sft_are_expected_to_be_alike_and_are(tmp_path: Path, monkeypa
         original(found, *factors)
 
     monkeypatch.setattr(head._Gradients, "multiply", recorded)
-    spec = job_spec(tmp_path, tiny_model(), "sft", rows=SFT_ROWS[:4], batch_size=4, n_epochs=1, preflight="off")
+    spec = job_spec(tmp_path, tiny_model(), "sft", rows=SFT_ROWS[:4], batch_size=4, n_epochs=1)
     assert run(tmp_path / "run", spec)[0] == 0
     assert scaled == [True]
 

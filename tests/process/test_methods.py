@@ -213,7 +213,7 @@ def test_a_language_model_becomes_a_reward_model_that_prefers_chosen_answers(
 
     faster = OptimizerSpec(learning_rate=5e-3)
     spec = spec_of(tmp_path, "reward", lora=lora, dtype=dtype, n_epochs=2, optimizer=faster)
-    status, events = run(tmp_path, spec)
+    status, events = run(tmp_path, spec, estimates=True)
     assert status == 0, [event.message for event in of_kind(events, Failed)]
     assert losses(events)[-1] < 0.7 * losses(events)[0]
     assert of_kind(events, Evaluated)[-1].metrics["eval_rewards/accuracies"] == 1.0
@@ -307,7 +307,7 @@ def test_the_split_into_batches_changes_no_number_and_the_export_loads(tmp_path:
     from transformers import AutoModelForCausalLM
 
     one = spec_of(tmp_path / "one", name, batch_size=4, gradient_accumulation_steps=1)
-    _, whole = run(tmp_path / "one", one)
+    _, whole = run(tmp_path / "one", one, estimates=True)
     status, parts = run(tmp_path / "parts", spec_of(tmp_path / "parts", name, padding_free=False))
     assert status == 0
     assert_equal(name, whole, parts)

@@ -355,7 +355,7 @@ def test_merged_micro_batches_survive_a_kill_and_are_split_where_memory_ends(
     forked: World, zygote: ForkLauncher, armed: Path
 ) -> None:
     changes = {"rows": SFT_ROWS[:11], "batch_size": 1, "gradient_accumulation_steps": 4, "n_epochs": 2}
-    changes |= {"merge_micro_batches": "always", "oom_retry": True}
+    changes |= {"merge_micro_batches": "always", "oom_retry": True, "preflight": "refuse"}
     forked.add("whole", "sft-lora", **changes)
     forked.finish("whole")
     (armed / "step-5").write_text("hold")
