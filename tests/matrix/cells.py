@@ -16,8 +16,7 @@ FAMILIES = {
     **dict.fromkeys(("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"), "sharded"),
 }
 """Value -> its family. What depends on the kind of an adapter and the layout is in tests/process/test_quantization.py,
-what depends on the layout alone in test_ranks.py and test_nodes.py, on the algorithm and shards in test_rows_by_method.py
-there."""
+on the layout alone in test_ranks.py and test_nodes.py, on the algorithm and shards in test_rows_by_method.py there."""
 
 
 @dataclass(frozen=True)

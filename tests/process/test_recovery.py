@@ -27,8 +27,8 @@ from llama_stack_provider_trl.system import process
 from llama_stack_provider_trl.system.files import RunDir
 from tests.census import assert_clean
 from tests.forked import forked_warm_processes
-from tests.process.supervised import KINDS, Outcome, World
-from tests.required import in_full
+from tests.process.supervised import KINDS, KINDS_ON_ROWS, Outcome, World
+from tests.required import IN_FULL, in_full
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, SFT_ROWS, job_spec
 from tests.zygote import ForkLauncher
@@ -189,7 +189,8 @@ def test_a_kill_of_a_job_with_answers_that_it_has_not_trained_on_gives_them_agai
     assert_clean(forked.root)
 
 
-@pytest.mark.parametrize("kind", ["orpo-lora", *in_full("kto-full", "cpo-full", "simpo-lora", "reward-lora")])
+@IN_FULL  # a kill of SFT, DPO and GRPO above
+@pytest.mark.parametrize("kind", KINDS_ON_ROWS)
 def test_a_kill_of_a_job_of_each_other_method_changes_no_number(forked: World, armed: Path, kind: str) -> None:
     points = ["step-5", "exporting-final"]
     for point in points:
@@ -315,7 +316,7 @@ def test_every_process_is_gone_5_seconds_after_a_cancel(real: World, armed: Path
     assert_clean(real.root)
 
 
-@pytest.mark.parametrize("kind", ["dpo-full", "grpo-lora", *in_full("sft-lora", "distillation-full")])
+@pytest.mark.parametrize("kind", ["dpo-full", *in_full("grpo-lora", "sft-lora", "distillation-full")])
 def test_a_job_that_runs_out_of_memory_continues_with_half_the_batch_and_the_same_losses(
     forked: World, armed: Path, kind: str
 ) -> None:
