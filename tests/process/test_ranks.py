@@ -156,7 +156,8 @@ def test_whole_gradients_are_reduced_once_per_optimizer_step(ranks: Ranks, tmp_p
 
     def counted(run_dir: Path, spec: JobSpec, resume_from: Path | None = None) -> tuple[list[Any], str, float]:
         """Numbers, the effective setting, and the collectives of an optimizer step."""
-        codes, events = ranks.run(run_dir, spec, resume_from, counted=REDUCE_SCATTER, estimates=True)
+        estimates = spec.train.gradient_sync == "auto"
+        codes, events = ranks.run(run_dir, spec, resume_from, counted=REDUCE_SCATTER, estimates=estimates)
         assert codes == [0, 0], [event.message for event in of_kind(events, Failed)]
         calls = len((run_dir / "calls").read_text().splitlines())
         effective = of_kind(events, Prepared)[0].effective
