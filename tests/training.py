@@ -70,8 +70,16 @@ def job_spec(root: Path, model: Path | str, algorithm: str = "sft", **changes: A
     return JobSpec.of(**{**fields, **changes})
 
 
-def run(root: Path, spec: JobSpec, resume_from: Path | None = None, **changes: Any) -> tuple[int, list[Event]]:
-    """Exit status and events of one attempt at `spec`; any field of AttemptSpec may be given."""
+def run(
+    root: Path, spec: JobSpec, resume_from: Path | None = None, *, estimates: bool = False, **changes: Any
+) -> tuple[int, list[Event]]:
+    """Exit status and events of one attempt at `spec`; any field of AttemptSpec may be given.
+
+    Args:
+        estimates: whether it estimates its memory first, as in `Ranks.run`.
+    """
+    if not estimates:
+        spec = spec.model_copy(update={"preflight": "off"})
     root.mkdir(parents=True, exist_ok=True)
     paths = RunDir(root)
     attempt = AttemptSpec(job=spec, attempt=1, run_dir=root, resume_from=resume_from).model_copy(update=changes)

@@ -6,9 +6,11 @@ import pytest
 
 from tests.cluster.bed import Bed
 from tests.cluster.jobs import dpo, ready, resources_of, submit, trains
+from tests.required import IN_FULL
 from tests.tiny import tiny_model
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+# CI: the decision in tests/unit/test_cluster.py; a service that is away in test_machines.py.
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900), IN_FULL]
 
 
 def test_a_node_that_is_cut_off_trains_on_and_delivers_everything_when_it_is_back(bed: Bed) -> None:

@@ -42,7 +42,7 @@ def measured(root: Path, model: Path, algorithm: str = "sft", **changes: Any) ->
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    status, events = run(root, job_spec(root, model, algorithm, **fields))
+    status, events = run(root, job_spec(root, model, algorithm, **fields), estimates=True)
     assert status == 0, [event.message + event.traceback for event in of_kind(events, Failed)]
     assert of_kind(events, Prepared)
     points = of_kind(events, Progress)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
-from itertools import combinations, product
+from itertools import product
 from typing import Any
 
 ALGORITHMS = ("sft", "dpo")
@@ -15,8 +15,8 @@ FAMILIES = {
     **dict.fromkeys(("lora", "dora", "qlora"), "adapter"),
     **dict.fromkeys(("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"), "sharded"),
 }
-"""Value -> its family, for what depends on two values. What depends on the kind of an adapter and the layout is in
-tests/process/test_quantization.py, what depends on the layout alone in test_ranks.py and test_nodes.py there."""
+"""Value -> its family. What depends on the kind of an adapter and the layout is in tests/process/test_quantization.py,
+on the layout alone in test_ranks.py and test_nodes.py, on the algorithm and shards in test_rows_by_method.py there."""
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,19 @@ def all_cells() -> list[Cell]:
     return [Cell(*values) for values in product(ALGORITHMS, METHODS, LAYOUTS, EMBEDDINGS)]
 
 
-def pairs(cell: Cell) -> set[tuple[Any, ...]]:
-    """Each of its values, and the combinations of two of their families: ((which, value), (which, value))."""
-    families = enumerate(FAMILIES.get(value, value) for value in astuple(cell))
-    return {*((one,) for one in enumerate(astuple(cell))), *combinations(families, 2)}
+def families(cell: Cell) -> set[tuple[Any, ...]]:
+    """Of each of its values: (which, the family)."""
+    return {*enumerate(FAMILIES.get(value, value) for value in astuple(cell))}
 
 
 def covering(cells: Iterable[Cell]) -> list[Cell]:
-    """Few of the cells, in which every value and every pair of families that is in any of them occurs; always the same
-    ones."""
+    """Few of the cells, in which every family that is in any of them occurs; always the same ones."""
     return list(_covering(list(cells)))
 
 
 def _covering(cells: list[Cell]) -> Iterator[Cell]:
-    missing = set().union(*map(pairs, cells))
+    missing = set().union(*map(families, cells))
     while missing:
-        best = max(cells, key=lambda cell: len(pairs(cell) & missing))  # the first of equals
-        missing -= pairs(best)
+        best = max(cells, key=lambda cell: len(families(cell) & missing))  # the first of equals
+        missing -= families(best)
         yield best

@@ -1,6 +1,6 @@
 """Every way to train keeps its word: the numbers of one process, exact checkpoints, an export that loads.
 
-Here cells run in which every value and every pair of families occurs (`pairs`).
+Here cells run in which every family occurs (`families`).
 `TRL_TESTS=full ./scripts/test.sh tests/matrix` runs all, for three times the steps.
 """
 

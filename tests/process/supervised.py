@@ -111,6 +111,7 @@ class World:
     def add(self, name: str, kind: str, **changes: Any) -> None:
         given = {**KINDS, **KINDS_ON_ROWS}[kind]
         values = {**given, "n_epochs": 4, "batch_size": 2, "save_steps": 3, "num_threads": 1, "retries": 1000}
+        values["preflight"] = "off"  # as in `Ranks.run`, whose `estimates` are here `preflight="refuse"`
         values |= {name: value for name, value in given.items() if name != "algorithm"} | changes
         values |= {"method": values["method"]()} if callable(values.get("method")) else {}
         directory = self.root / "checkpoints" / name

@@ -107,8 +107,8 @@ def whole(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     ("kind", "world", "strategy"),
     [
         ("sft-sharded", 3, "FULL_SHARD"),
-        ("sft-ddp", 2, "FULL_SHARD"),
         *in_full(  # tests/matrix continues such jobs on one rank, and on two
+            ("sft-ddp", 2, "FULL_SHARD"),
             ("sft-sgd-sharded", 1, "FULL_SHARD"),
             ("dpo-sharded", 3, "FULL_SHARD"),
             ("sft-sharded", 1, "FULL_SHARD"),
@@ -172,10 +172,9 @@ def cut(path: Path) -> None:
 @pytest.mark.parametrize(
     ("world", "harm", "victim"),
     [
-        (1, flip_a_byte, "model.safetensors"),
         (1, cut, "optimizer/state.safetensors"),
-        (1, Path.unlink, "model.safetensors"),
         (2, flip_a_byte, "optimizer/state.safetensors"),
+        *in_full((1, flip_a_byte, "model.safetensors"), (1, Path.unlink, "model.safetensors")),
     ],
 )
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(

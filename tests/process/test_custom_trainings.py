@@ -133,7 +133,7 @@ def test_a_method_of_a_package_trains_its_loss_on_the_engine_and_continues_exact
 
     fields = {"robust": {"beta": 1.5, "flip_rate": 0.2}, "focal": {"gamma": 1.5}}[name]
     spec = spec_of(tmp_path, name, fields=fields)
-    status, events = run(tmp_path / "run", spec)
+    status, events = run(tmp_path / "run", spec, estimates=True)
     assert status == 0, [event.message for event in of_kind(events, Failed)]
     model, tokenizer = (kind.from_pretrained(tiny_model()) for kind in (AutoModelForCausalLM, AutoTokenizer))
     score = lambda prompt, answer: log_probs(model, tokenizer, prompt, answer)  # noqa: E731
@@ -156,7 +156,7 @@ def test_a_method_of_a_package_trains_its_loss_on_the_engine_and_continues_exact
     resumed = run(tmp_path / "resumed", spec, spec.checkpoint_dir / "checkpoint-2")[1]
     assert losses(resumed) == losses(events)[2:]
     padded = spec_of(tmp_path / "padded", name, fields=fields, batch_size=4, gradient_accumulation_steps=1)
-    padded = padded.changed(padding_free=False, preflight="off")
+    padded = padded.changed(padding_free=False)
     other = run(tmp_path / "padded-run", padded)[1]
     assert losses(other) == pytest.approx(losses(events), rel=1e-4)
     assert of_kind(other, Evaluated)[-1].metrics["eval_loss"] == pytest.approx(
@@ -190,7 +190,7 @@ def test_adapters_are_trained_and_another_version_than_has_checked_the_request_i
 def test_a_package_that_cannot_be_used_where_it_trains_fails_the_job_with_its_reason(
     tmp_path: Path, name: str, fields: dict[str, Any], reason: str, words: str
 ) -> None:
-    status, events = run(tmp_path / "run", spec_of(tmp_path, name, fields=fields, preflight="off"))
+    status, events = run(tmp_path / "run", spec_of(tmp_path, name, fields=fields))
     assert status == 1
     (failed,) = of_kind(events, Failed)
     assert failed.reason == reason

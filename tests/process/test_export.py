@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -84,7 +83,7 @@ def test_weights_are_hashed_by_several_threads(tmp_path: Path, monkeypatch: pyte
     assert weights.differences(written, tmp_path, "model.safetensors") == []
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", sorted({"gpt2", "qwen2", "deepseek_v3", *in_full(*ARCHITECTURES)}))
 def test_the_files_are_those_of_save_pretrained_and_load_into_equal_logits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
 ) -> None:
@@ -307,24 +306,44 @@ FAULTS: list[Any] = [
 
 
 @pytest.mark.parametrize(("fault", "reported", "changes"), FAULTS)
-def test_a_fault_in_what_was_written_fails_the_job_and_nothing_is_announced(
+def test_a_fault_in_what_was_written_is_found(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     fault: Callable[[Path], None],
     reported: str,
     changes: dict[str, Any],
 ) -> None:
-    spec = job_spec(tmp_path, tiny_model(), max_steps_per_epoch=2, save_steps=1, **changes)
+    spec = job_spec(tmp_path, tiny_model(), **changes)
+    policy = load_policy(spec, torch.device("cpu"), pytest.fail)
+    model: Any = policy.model if policy.adapters is None else get_peft_model(policy.model, policy.adapters)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    with_fault(monkeypatch, spec, fault)
+    with pytest.raises(JobFailure, match=reported) as failed:
+        exported(model, "final", spec)
+    assert failed.value.reason is Reason.export_failed
+
+
+def with_fault(monkeypatch: pytest.MonkeyPatch, spec: JobSpec, fault: Callable[[Path], None]) -> None:
+    """Have something happen to an export when it is written."""
 
     def reach(point: str) -> None:
         if point == "written-final":
             fault(spec.checkpoint_dir / "final.tmp")
 
     monkeypatch.setattr(faults, "reach", reach)
+
+
+def test_an_export_with_a_fault_fails_the_job_and_is_not_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = job_spec(tmp_path, tiny_model(), max_steps_per_epoch=2, save_steps=1)
+    with_fault(monkeypatch, spec, flipped)
     status, events = run(tmp_path, spec)
     (failed,) = of_kind(events, Failed)
     assert (status, failed.reason) == (1, Reason.export_failed)
-    assert re.search(reported, failed.message), failed.message
+    assert "1 of 20 weights are not what was trained" in failed.message
     assert [event.kind for event in of_kind(events, CheckpointSaved)] == ["step"]
     assert {path.name for path in spec.checkpoint_dir.iterdir()} == {"checkpoint-1", "latest"}
 

@@ -155,7 +155,7 @@ def test_20_steps_lower_the_distance_and_a_job_that_continues_gives_the_same_ans
     from transformers import AutoModelForCausalLM
 
     spec = learning(tmp_path, teacher_model(tmp_path / "teacher", is_constant=True), {"hybrid": True})
-    events = ended(*run(tmp_path, spec))
+    events = ended(*run(tmp_path, spec, estimates=True))
     losses = metric(events, "loss")
     assert len(losses) == 20
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
@@ -229,7 +229,7 @@ def test_heads_that_leave_out_what_is_not_scored_give_the_same_losses(
     for compact in (False, True):  # as on a GPU, whose kernels the comparison takes the place of
         monkeypatch.setattr(utils, "_use_triton", lambda device, compact=compact: compact)
         root = tmp_path / str(compact)
-        spec = learning(root, teacher, {"hybrid": True, "skip_end": False}, n_epochs=1, preflight="off")
+        spec = learning(root, teacher, {"hybrid": True, "skip_end": False}, n_epochs=1)
         events = ended(*run(root, spec))
         found.append(metric(events, "loss") + metric(events, "grad_norm"))
     assert found[0] == pytest.approx(found[1], rel=1e-5)

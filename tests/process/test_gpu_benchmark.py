@@ -1,7 +1,6 @@
 """benchmarks/gpu.py on the CPU: its checks run on real jobs, a second call repeats none, and limits end children.
 
-Here those checks run that take a few seconds;
-`TRL_GPU_CHECKS=full ./scripts/test.sh tests/process/test_gpu_benchmark.py` runs them all.
+Here one check of each kind runs; `TRL_TESTS=full ./scripts/test.sh tests/process/test_gpu_benchmark.py` runs them all.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import pytest
 
 from llama_stack_provider_trl.system.process import RUN_DIR_MARK, identify, tasks_below
 from tests import forked
+from tests.required import FULL
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BENCHMARKS = REPOSITORY / "benchmarks"
@@ -28,18 +28,10 @@ from gpu_checks.registry import CHECKS, Check  # noqa: E402
 from gpu_checks.report import read  # noqa: E402
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
-LONG = {"FSDP2 output dtype", "cpu_offload", "memory estimate", "QLoRA", "QAT", "NCCL hang", "speed at 1B"}
-LONG |= {"speed on rows of many lengths", "speed on rows of many lengths at 1B", "methods", "own answers", "answers"}
-LONG |= {
-    "metrics a step later",
-    "merged micro steps",
-    "LoRA as one operation",
-    "gradients of the head",
-    "networks in tiles",
-}
-"""15 to 36 s each, three quarters of all."""
-NAMES = [check.name for check in CHECKS if check.name not in LONG or os.environ.get("TRL_GPU_CHECKS") == "full"]
 NEEDS_GPU = {"tests/gpu", "activation offloading", "contexts", "NCCL memory"}
+IN_CI = {*NEEDS_GPU, "environment", "HYBRID_SHARD", "tokens per second", "export", "SIGTERM"}
+"""One of each module of benchmarks/gpu_checks; all take 4 minutes."""
+NAMES = [check.name for check in CHECKS if FULL or check.name in IN_CI]
 
 
 def benchmark(folder: Path) -> subprocess.CompletedProcess[str]:
@@ -65,7 +57,7 @@ def test_the_dry_run_passes_its_checks_and_a_second_call_repeats_none(tmp_path: 
     assert [line for line in found.values() if line["status"] not in ("passed", "skipped")] == []
     assert done.returncode == 0, done.stderr
     assert set(found) == set(NAMES)
-    assert {check.name for check in CHECKS} > LONG
+    assert {check.name for check in CHECKS} > IN_CI
     assert all(f"| {name} | " in done.stdout for name in NAMES)
     assert [path.name for path in tmp_path.iterdir()] == ["gpu.jsonl"]
     assert tasks_below(tmp_path) == {}

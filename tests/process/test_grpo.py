@@ -54,7 +54,7 @@ def test_20_steps_raise_a_reward_and_a_job_that_continues_gives_the_same_answers
     from transformers import AutoModelForCausalLM
 
     spec = toy(tmp_path)
-    status, events = run(tmp_path, spec)
+    status, events = run(tmp_path, spec, estimates=True)
     assert status == 0, [event.message for event in of_kind(events, Failed)]
     found = metric(events, "reward")
     assert len(found) == 20

@@ -53,7 +53,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
 
 TIMED = ("seconds", "per_second", "memory", "runtime")
 IN_STEP, LATER = "never", "always"
-SMALL: dict[str, Any] = {"n_epochs": 2, "batch_size": 2, "rows": SFT_ROWS[:8], "preflight": "off"}
+SMALL: dict[str, Any] = {"n_epochs": 2, "batch_size": 2, "rows": SFT_ROWS[:8]}
 """Four steps in each of two epochs."""
 JOBS: dict[str, dict[str, Any]] = {
     "sft": {"eval_steps": 3, "validation_rows": SFT_ROWS[:3], "gradient_accumulation_steps": 2, "n_epochs": 4},

@@ -79,7 +79,7 @@ def test_merged_micro_steps_have_the_numbers_of_separate_ones_and_the_bits_of_a_
 ) -> None:
     made = {}
     for name, sizes in {"separate": (1, 4, "never"), "merged": (1, 4, "always"), "requested": (4, 1, "never")}.items():
-        status, events = run(tmp_path / name, small_job(tmp_path / name, kind, *sizes))
+        status, events = run(tmp_path / name, small_job(tmp_path / name, kind, *sizes), estimates=True)
         assert status == 0
         made[name] = events
     assert {name: batches(events) for name, events in made.items()} == {
@@ -100,18 +100,19 @@ def test_an_attempt_continues_with_the_micro_batches_of_its_checkpoint(
     whole = {}
     for merge in ("always", "never"):
         spec = small_job(tmp_path / merge, "sft", 1, 4, merge, save_steps=2)
-        status, events = run(tmp_path / merge, spec)
+        status, events = run(tmp_path / merge, spec, estimates=True)
         assert status == 0
         whole[merge] = events
     # Later the machine has no room for batches that nobody asked for, but for those of the checkpoint.
     monkeypatch.setattr(micro_steps, "SHARE_FOR_MERGED", 0.0)
     for merge, expected in (("always", (4, 1, 4)), ("never", (1, 4, None))):
         spec = small_job(tmp_path / merge, "sft", 1, 4, "always", save_steps=2)
-        status, events = run(tmp_path / f"{merge}-again", spec, spec.checkpoint_dir / "checkpoint-2")
+        status, events = run(tmp_path / f"{merge}-again", spec, spec.checkpoint_dir / "checkpoint-2", estimates=True)
         assert (status, batches(events)) == (0, expected)
         assert points(events) == points(whole[merge])[2:]
         assert final(events) == final(whole[merge])
-    _, events = run(tmp_path / "new", small_job(tmp_path / "new", "sft", 1, 4, "always", max_steps_per_epoch=1))
+    new = small_job(tmp_path / "new", "sft", 1, 4, "always", max_steps_per_epoch=1)
+    _, events = run(tmp_path / "new", new, estimates=True)
     assert batches(events) == (1, 4, None)
     assert of_kind(events, Prepared)[0].effective["micro_steps"] == "not merged: larger ones may not fit"
 

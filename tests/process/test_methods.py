@@ -1,6 +1,6 @@
 """Preference methods beside DPO: their losses are those of TRL's own trainers, on the engine that every job has.
 
-CI runs one case of each in few steps; `TRL_TESTS=full` runs every variant for 20 steps, and each on several ranks.
+CI runs one case of each in few steps; `TRL_TESTS=full` runs every variant for 20 steps, and on several ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, RowNames,
 from llama_stack_provider_trl.specs.methods import CpoSpec, KtoSpec, OrpoSpec, RewardSpec
 from tests.process.plain_trl import plain_arguments
 from tests.ranks import Ranks
-from tests.required import FULL, in_full
+from tests.required import FULL, IN_FULL, in_full
 from tests.tiny import CHATML, tiny_model
 from tests.training import LORA, job_spec, of_kind, run
 
@@ -52,7 +52,7 @@ KTO = {
     "kto-apo": KtoSpec(loss_type="apo_zero_unpaired", beta=0.2, undesirable_weight=0.5),
 }
 CASES = [*METHODS] if FULL else ["orpo", "cpo", "simpo"]
-ON_RANKS = ["orpo", "cpo", "simpo", "reward-centered", *KTO] if FULL else ["kto"]
+ON_RANKS = ["orpo", "cpo", "simpo", "reward-centered", *KTO]
 
 
 @pytest.fixture(autouse=True)
@@ -203,7 +203,7 @@ def test_a_reward_model_gives_the_losses_of_trl_called_directly(reward_model: Pa
         assert found == pytest.approx([entry[theirs] for entry in expected], rel=1e-4, abs=1e-5), ours
 
 
-@pytest.mark.parametrize(("lora", "dtype"), [(None, "fp32"), (LORA, "bf16"), *in_full((LORA, "fp32"))])
+@pytest.mark.parametrize(("lora", "dtype"), [(LORA, "bf16"), *in_full((None, "fp32"), (LORA, "fp32"))])
 def test_a_language_model_becomes_a_reward_model_that_prefers_chosen_answers(
     tmp_path: Path, lora: Any, dtype: str
 ) -> None:
@@ -213,7 +213,7 @@ def test_a_language_model_becomes_a_reward_model_that_prefers_chosen_answers(
 
     faster = OptimizerSpec(learning_rate=5e-3)
     spec = spec_of(tmp_path, "reward", lora=lora, dtype=dtype, n_epochs=2, optimizer=faster)
-    status, events = run(tmp_path, spec)
+    status, events = run(tmp_path, spec, estimates=True)
     assert status == 0, [event.message for event in of_kind(events, Failed)]
     assert losses(events)[-1] < 0.7 * losses(events)[0]
     assert of_kind(events, Evaluated)[-1].metrics["eval_rewards/accuracies"] == 1.0
@@ -281,6 +281,7 @@ def spec_of(root: Path, name: str, ranks: int = 1, **changes: Any) -> JobSpec:
     return job_spec(root, tiny_model(), algorithm, **{**fields, **changes})
 
 
+@IN_FULL  # tests/process/test_rows_by_method.py
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_two_sharded_ranks_train_what_one_process_trains_and_continue_exactly(
     ranks: Ranks, tmp_path: Path, name: str
@@ -307,7 +308,7 @@ def test_the_split_into_batches_changes_no_number_and_the_export_loads(tmp_path:
     from transformers import AutoModelForCausalLM
 
     one = spec_of(tmp_path / "one", name, batch_size=4, gradient_accumulation_steps=1)
-    _, whole = run(tmp_path / "one", one)
+    _, whole = run(tmp_path / "one", one, estimates=True)
     status, parts = run(tmp_path / "parts", spec_of(tmp_path / "parts", name, padding_free=False))
     assert status == 0
     assert_equal(name, whole, parts)

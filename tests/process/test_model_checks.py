@@ -32,6 +32,7 @@ from llama_stack_provider_trl.specs.model_source import AdapterSpec, ModelSource
 from llama_stack_provider_trl.specs.preflight import PreflightSpec
 from llama_stack_provider_trl.system.model_damage import DISPENSABLE_FILES
 from tests.process.architectures import ARCHITECTURES
+from tests.required import in_full
 from tests.tiny import tiny_model
 from tests.training import LORA, SFT_ROWS, job_spec, of_kind, reference_to, run
 
@@ -121,7 +122,7 @@ def test_a_job_and_its_preflight_end_with_it_before_a_row_is_read(
     assert "write vocab_size 1024 into config.json" in failed.message
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "mamba"])
+@pytest.mark.parametrize("architecture", sorted({"gpt2", "qwen3_moe", "mamba", *in_full(*ARCHITECTURES)}))
 def test_what_save_pretrained_writes_fits_in_every_architecture_and_a_wrong_vocabulary_does_not(
     tmp_path: Path, architecture: str
 ) -> None:
@@ -316,7 +317,7 @@ def test_an_index_beside_the_only_file_of_weights_is_not_read(model: Path) -> No
     assert "is not read: model.safetensors has the weights" in warning
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen2_moe", "mamba"])
+@pytest.mark.parametrize("architecture", ["gpt2", "qwen2_moe", *in_full("llama", "mamba")])
 def test_layers_that_the_files_lack_are_refused_and_those_that_the_configuration_lacks_are_warned_of(
     tmp_path: Path, architecture: str
 ) -> None:

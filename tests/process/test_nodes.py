@@ -165,10 +165,12 @@ def test_two_nodes_without_a_common_disk_train_and_save_what_one_does_and_contin
 @pytest.mark.parametrize(
     ("algorithm", "strategy", "changes"),
     [
-        pytest.param("dpo", "HYBRID_SHARD", {"ranks": 4}, id="hybrid"),
-        *in_full(pytest.param("sft", "NO_SHARD", {"lora": LORA}, id="ddp-lora")),
         pytest.param(
             "dpo", "FULL_SHARD", {"method": DpoSpec(reference=ReferenceSpec(precompute=True))}, id="precomputed"
+        ),
+        *in_full(
+            pytest.param("dpo", "HYBRID_SHARD", {"ranks": 4}, id="hybrid"),
+            pytest.param("sft", "NO_SHARD", {"lora": LORA}, id="ddp-lora"),
         ),
     ],
 )
@@ -244,7 +246,7 @@ def until_all_exited(launcher: LocalLauncher, tasks: list[TaskSpec], seconds: fl
     return [launcher.poll(task) for task in tasks]
 
 
-@pytest.mark.parametrize("fault", ["", "kill", *in_full("error")])
+@pytest.mark.parametrize("fault", ["kill", *in_full("", "error")])
 def test_torchrun_on_two_nodes(tmp_path: Path, port: int, warm: WarmProcesses, fault: str) -> None:
     armed = tmp_path / "faults"
     armed.mkdir()

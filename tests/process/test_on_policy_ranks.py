@@ -57,8 +57,8 @@ def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
     ("name", "lora", "strategy"),
     [
         ("grpo", None, "FULL_SHARD"),
-        ("distillation", LORA, "FULL_SHARD"),
         *in_full(
+            ("distillation", LORA, "FULL_SHARD"),
             *(("grpo", LORA, strategy) for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")),
             ("grpo", None, "NO_SHARD"),
             *(("distillation", *rest) for rest in ((LORA, "NO_SHARD"), (None, "FULL_SHARD"), (None, "NO_SHARD"))),

@@ -57,7 +57,7 @@ def test_steps_and_rows_are_those_of_the_job(tmp_path: Path, changes: dict[str, 
     spec = job_spec(tmp_path, tiny_model(), changes.pop("algorithm", "sft"), **changes)
     (found,) = of_kind(ask(tmp_path, spec), Preflighted)
     assert not spec.checkpoint_dir.exists()
-    status, events = run(tmp_path / "run", spec)
+    status, events = run(tmp_path / "run", spec, estimates=True)
     assert status == 0
     (prepared,) = of_kind(events, Prepared)
     assert found.steps["total_steps"] == prepared.total_steps
@@ -116,7 +116,7 @@ def test_a_job_that_does_not_fit_fails_before_its_model_is_read(
 ) -> None:
     monkeypatch.setattr(preflight, "machine_memory", lambda: 200 << 20)
     monkeypatch.setattr("llama_stack_provider_trl.recipes.build.load_model", lambda *_: pytest.fail("it was read"))
-    status, events = run(tmp_path / "run", job_spec(tmp_path, tiny_model()))
+    status, events = run(tmp_path / "run", job_spec(tmp_path, tiny_model()), estimates=True)
     (failed,) = of_kind(events, Failed)
     assert (status, failed.reason) == (1, Reason.does_not_fit)
     assert "the job needs about" in failed.message
@@ -125,7 +125,8 @@ def test_a_job_that_does_not_fit_fails_before_its_model_is_read(
 
 def test_warn_reports_it_and_trains_and_off_checks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "machine_memory", lambda: 200 << 20)
-    status, events = run(tmp_path / "warn", job_spec(tmp_path, tiny_model(), preflight="warn", max_steps_per_epoch=1))
+    spec = job_spec(tmp_path, tiny_model(), preflight="warn", max_steps_per_epoch=1)
+    status, events = run(tmp_path / "warn", spec, estimates=True)
     assert status == 0
     assert "does not fit in 0.20 GiB" in of_kind(events, Warned)[0].message
     monkeypatch.setattr(preflight, "estimate", lambda *_: pytest.fail("it was estimated"))
@@ -141,14 +142,14 @@ def test_a_model_that_cannot_be_traced_is_trained_with_a_warning(
         raise NotImplementedError("no fake kernel")
 
     monkeypatch.setattr(preflight, "estimate", broken)
-    status, events = run(tmp_path / "run", job_spec(tmp_path, tiny_model(), max_steps_per_epoch=1))
+    status, events = run(tmp_path / "run", job_spec(tmp_path, tiny_model(), max_steps_per_epoch=1), estimates=True)
     assert status == 0
     assert "could not be estimated (NotImplementedError: no fake kernel)" in of_kind(events, Warned)[0].message
 
 
 def test_a_busy_machine_is_a_warning_and_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "available_memory", lambda: 100 << 20)
-    status, events = run(tmp_path / "run", job_spec(tmp_path, tiny_model(), max_steps_per_epoch=1))
+    status, events = run(tmp_path / "run", job_spec(tmp_path, tiny_model(), max_steps_per_epoch=1), estimates=True)
     assert status == 0
     assert "other programs leave 0.10 GiB" in of_kind(events, Warned)[0].message
 
@@ -194,7 +195,7 @@ def test_a_job_whose_machine_has_too_little_memory_fails_before_its_model_is_rea
     monkeypatch.setattr(preflight, "device_limit", lambda *_: 1 << 40)
     monkeypatch.setattr(preflight, "machine_memory", lambda: 200 << 20)
     monkeypatch.setattr("llama_stack_provider_trl.recipes.build.load_model", lambda *_: pytest.fail("it was read"))
-    _, events = run(tmp_path / "run", job_spec(tmp_path, tiny_model()))
+    _, events = run(tmp_path / "run", job_spec(tmp_path, tiny_model()), estimates=True)
     (failed,) = of_kind(events, Failed)
     assert failed.reason == Reason.does_not_fit
     assert "of CPU memory on each machine, for 1 of its ranks" in failed.message

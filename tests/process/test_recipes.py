@@ -246,7 +246,7 @@ def test_before_training_the_estimate_reports_whether_memory_is_kept_and_every_s
 ) -> None:
     played = PlayedMalloc()
     monkeypatch.setattr(callbacks, "Malloc", lambda: played)
-    _, events = run(tmp_path, job_spec(tmp_path, tiny_model()))
+    _, events = run(tmp_path, job_spec(tmp_path, tiny_model()), estimates=True)
     (prepared,) = of_kind(events, Prepared)
     assert played.needs == [prepared.effective["memory"]["estimate_bytes"]] != [0]
     assert prepared.effective["malloc"] == "keeps large blocks"
@@ -367,7 +367,7 @@ def test_of_every_second_block_or_of_all_activations_are_recomputed(
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(LlamaAttention, "forward", counted)
-    spec = job_spec(tmp_path, tiny_model(), algorithm, gradient_checkpointing=True, preflight="off", **changes)
+    spec = job_spec(tmp_path, tiny_model(), algorithm, gradient_checkpointing=True, **changes)
     run(tmp_path, spec)
     # At the end the export asks the trained model and the one that it has written, once each.
     assert calls == {block: count + 2 for block, count in expected.items()}

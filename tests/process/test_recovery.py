@@ -27,8 +27,8 @@ from llama_stack_provider_trl.system import process
 from llama_stack_provider_trl.system.files import RunDir
 from tests.census import assert_clean
 from tests.forked import forked_warm_processes
-from tests.process.supervised import KINDS, Outcome, World
-from tests.required import in_full
+from tests.process.supervised import KINDS, KINDS_ON_ROWS, Outcome, World
+from tests.required import IN_FULL, in_full
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, SFT_ROWS, job_spec
 from tests.zygote import ForkLauncher
@@ -174,7 +174,7 @@ def test_a_kill_in_the_middle_of_a_checkpoint_or_an_export_costs_nothing(
 def test_a_kill_of_a_job_with_answers_that_it_has_not_trained_on_gives_them_again(
     forked: World, undisturbed: dict[str, Undisturbed], armed: Path, kind: str, varying: str
 ) -> None:
-    points = ["answered-2", "step-5", "answered-8", "saving-9", "answered-13"]
+    points = ["answered-2", *in_full("step-5", "answered-8"), "saving-9", "answered-13"]
     for point in points:
         (armed / point).write_text("kill")
     forked.add("cut", kind)
@@ -189,7 +189,8 @@ def test_a_kill_of_a_job_with_answers_that_it_has_not_trained_on_gives_them_agai
     assert_clean(forked.root)
 
 
-@pytest.mark.parametrize("kind", ["orpo-lora", *in_full("kto-full", "cpo-full", "simpo-lora", "reward-lora")])
+@IN_FULL  # a kill of SFT, DPO and GRPO above
+@pytest.mark.parametrize("kind", KINDS_ON_ROWS)
 def test_a_kill_of_a_job_of_each_other_method_changes_no_number(forked: World, armed: Path, kind: str) -> None:
     points = ["step-5", "exporting-final"]
     for point in points:
@@ -315,7 +316,7 @@ def test_every_process_is_gone_5_seconds_after_a_cancel(real: World, armed: Path
     assert_clean(real.root)
 
 
-@pytest.mark.parametrize("kind", ["dpo-full", "grpo-lora", *in_full("sft-lora", "distillation-full")])
+@pytest.mark.parametrize("kind", ["dpo-full", *in_full("grpo-lora", "sft-lora", "distillation-full")])
 def test_a_job_that_runs_out_of_memory_continues_with_half_the_batch_and_the_same_losses(
     forked: World, armed: Path, kind: str
 ) -> None:
@@ -355,7 +356,7 @@ def test_merged_micro_batches_survive_a_kill_and_are_split_where_memory_ends(
     forked: World, zygote: ForkLauncher, armed: Path
 ) -> None:
     changes = {"rows": SFT_ROWS[:11], "batch_size": 1, "gradient_accumulation_steps": 4, "n_epochs": 2}
-    changes |= {"merge_micro_batches": "always", "oom_retry": True}
+    changes |= {"merge_micro_batches": "always", "oom_retry": True, "preflight": "refuse"}
     forked.add("whole", "sft-lora", **changes)
     forked.finish("whole")
     (armed / "step-5").write_text("hold")

@@ -485,14 +485,14 @@ def test_a_resumed_attempt_and_a_later_job_trace_nothing(tmp_path: Path, monkeyp
     monkeypatch.setattr(trace_cache, "trace_model", counting)
     monkeypatch.setattr(training, "shared_traces", nullcontext)
     spec = job_spec(tmp_path, tiny_model(), save_steps=1)
-    status, events = run(tmp_path / "first", spec)
+    status, events = run(tmp_path / "first", spec, estimates=True)
     assert (status, len(traced)) == (0, 1)
     forget()
     saved = of_kind(events, CheckpointSaved)[0].path
-    status, resumed = run(tmp_path / "second", spec, resume_from=saved)
+    status, resumed = run(tmp_path / "second", spec, resume_from=saved, estimates=True)
     forget()
     later = spec.changed(job_uuid="later", checkpoint_dir=tmp_path / "later", dataset=dataset(tmp_path, _shuffled()))
-    last = run(tmp_path / "third", later)
+    last = run(tmp_path / "third", later, estimates=True)
     assert (status, last[0], len(traced)) == (0, 0, 1)
     memory = [of_kind(one, Prepared)[0].effective["memory"] for one in (events, resumed, last[1])]
     assert [one["largest_batch"] for one in memory] == [memory[0]["largest_batch"]] * 3

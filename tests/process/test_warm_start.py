@@ -310,6 +310,6 @@ def test_a_training_looks_for_each_package_once(tmp_path: Path, monkeypatch: pyt
     model = tiny_model()  # made here, if no test has made it before
     monkeypatch.setattr(accelerate_imports, "_is_package_available", counted)
     for _ in range(2):
-        assert run(tmp_path, job_spec(tmp_path, model, max_steps_per_epoch=1, preflight="off"))[0] == 0
+        assert run(tmp_path, job_spec(tmp_path, model, max_steps_per_epoch=1))[0] == 0
     # Not once for both: a library that is hidden from one training may be used by another.
     assert max(looked.values()) == looked["deepspeed"] == 2, looked

@@ -20,7 +20,8 @@ from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.jobs.decisions.waits import why_waits
 from llama_stack_provider_trl.jobs.store.records import JobRecord
 from llama_stack_provider_trl.jobs.store.store import Store
-from llama_stack_provider_trl.jobs.supervision.supervisor import PATIENCE, Supervisor
+from llama_stack_provider_trl.jobs.supervision import supervisor
+from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
 from llama_stack_provider_trl.launch.base import Ended, Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.launch.ports import PortRange
 from llama_stack_provider_trl.specs.events import (
@@ -43,6 +44,13 @@ from tests.fakes import FakeClock, FakeLauncher, job_spec
 
 STARTED = Started(pid=1, device="cpu", versions={})
 FINISHED = Finished(step=4)
+PATIENCE = 6
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six passes in place of 300: each writes and reads files."""
+    monkeypatch.setattr(supervisor, "PATIENCE", PATIENCE)
 
 
 @dataclass
