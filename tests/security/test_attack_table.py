@@ -193,9 +193,9 @@ def test_a_caller_with_access_to_a_route_finds_no_error_of_the_service_behind_an
     service: Guarded, routes: list[Route], raw: Raw
 ) -> None:
     errors = []
-    for route in ordered(routes):
+    for turn, route in enumerate(ordered(routes)):
         admin = CallerCase("the admin", "admin", TOKENS["admin"])
-        for how, method, target in attacks(route):
+        for how, method, target in list(attacks(route))[0 if FULL else turn % 3 :: 1 if FULL else 3]:  # in turn
             answer = send(raw, route, admin, method, target)
             if answer.status >= 500:
                 errors.append(f"{route.call}, {how} ({method} {target}): {shown(answer)}")
