@@ -134,13 +134,13 @@ def test_no_form_takes_a_name_with_characters_that_are_not_printed(service: Guar
         controls = re.findall(r"<(?:input|select|textarea)[^>]*>", browser.get(page).text)
         named = {re.findall(r' name="(\w+)"', one)[0] for one in controls if 'type="checkbox"' not in one}
         good = {**GOOD_FORM, "form_token": browser.form_token()}
-        for field in sorted(named - {"form_token"} - TAKES["POST", path].texts):
-            for what, text in CONTROL.items():
+        for number, field in enumerate(sorted(named - {"form_token"} - TAKES["POST", path].texts)):
+            for what, text in in_turn(number, *CONTROL.items()):
                 tried += 1
                 answer = browser.send(path, **{**good, "job": f"form-{tried}", field: text})
                 if not 400 <= answer.status_code < 500:
                     taken.append(f"{path} {field}: {what}: {answer.status_code}")
-    assert tried > 20
+    assert tried > (20 if FULL else 10)
     assert not taken, "\n".join(taken)
     assert browser.send("/new", **{**good, "job": "form"}).status_code == 303, "without them it is taken"
 

@@ -372,9 +372,10 @@ def test_every_parameter_of_every_route_is_printable(service: Guarded) -> None:
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             for parameter in operation.get("parameters", ()):
-                for kind, value in BAD.items():
+                for kind in next_kinds(tried, len(BAD) if FULL else 2):
                     if parameter["in"] not in ("path", "query") or kind == "half a surrogate pair":  # no UTF-8 has it
                         continue
+                    value = BAD[kind]
                     target = "/".join(
                         quote(value, safe="")
                         if part == f"{{{parameter['name']}}}"
@@ -392,7 +393,7 @@ def test_every_parameter_of_every_route_is_printable(service: Guarded) -> None:
                     elif method != "head" and parameter["in"] == "query" and parameter["name"] not in answer.text:
                         wrong.append(f"{method} {target[:100]} {kind}: {answer.text[:200]}")
     assert not wrong, "\n".join(wrong[:30])
-    assert tried > 200
+    assert tried > (200 if FULL else 50)
 
 
 def test_free_texts_and_names_of_every_language_are_taken(service: Guarded) -> None:
