@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -11,6 +12,10 @@ import pytest
 from tests.contract import browser
 from tests.contract.stack import LlamaStack, Server, serving
 from tests.required import FULL, keep
+
+SERVERS = ("kind", "stack")
+"""Fixtures whose parameter is the server under test."""
+ALL_SERVERS = FULL or "TRL_RELEASES" in os.environ
 
 pytest.register_assert_rewrite("tests.contract.crashing")
 
@@ -29,17 +34,20 @@ def chromium() -> Iterator[Any]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test with the mark `in_turn`, CI tries one case on Llama Stack, the next one on the service, and so on."""
+    """Of the cases of a test with the mark `in_turn`, CI tries one on the first of two servers, the next one on the
+    other, and so on; of a module's tests with this mark that have one case each, likewise."""
     cases: Counter[tuple[str, int]] = Counter()
 
     def has_its_turn(item: pytest.Item) -> bool:
-        if FULL or not isinstance(item, pytest.Function) or item.get_closest_marker("in_turn") is None:
+        if ALL_SERVERS or not isinstance(item, pytest.Function) or item.get_closest_marker("in_turn") is None:
             return True
         # pytest numbers the cases on, over both servers: of an odd number of cases both would have the same ones.
-        kind = item.callspec.indices["kind"]
-        number = cases[item.originalname, kind]
-        cases[item.originalname, kind] += 1
-        return number % 2 == kind
+        (server,) = (index % 2 for name, index in item.callspec.indices.items() if name in SERVERS)
+        has_cases = len(item.callspec.indices) > 1
+        counted = item.nodeid.partition("[")[0] if has_cases else str(item.path), server
+        number = cases[counted]
+        cases[counted] += 1
+        return number % 2 == server
 
     keep(config, items, has_its_turn)
 

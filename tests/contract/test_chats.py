@@ -463,6 +463,7 @@ def test_the_quickstart_asks_the_base_and_the_tuned_model_the_same(
     assert [sum(line.startswith(f"  {title} ") for line in lines) for title in ("base", "tuned")] == [3, 3]
 
 
+@IN_FULL  # those of test_adapters_of_one_base_share_a_process_and_answer_beside_each_other are 18 at once
 def test_a_hundred_chats_at_once_are_all_answered(service: TrainingService) -> None:
     models = ["ft:adapter", str(tiny_model()), "job:adapter/checkpoint-20"]
     with ThreadPoolExecutor(100) as pool:

@@ -110,6 +110,7 @@ def test_options_of_the_header_count_and_a_job_that_is_sent_again_is_the_same_or
     assert "provider_options.sead=7 is not supported: there is no such option" in refused
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("path", "changes", "message"),
     [
@@ -128,6 +129,7 @@ def test_a_bad_body_is_a_400_that_names_the_field(
     assert "bad" not in stack.jobs()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("header", ["X-LlamaStack-Provider-Data", "X-OGX-Provider-Data"])
 @pytest.mark.parametrize("value", ["seed=7", "[7]", '"trl"'])
 def test_a_header_that_is_no_object_is_a_400_where_the_server_would_drop_it(
@@ -139,6 +141,7 @@ def test_a_header_that_is_no_object_is_a_400_where_the_server_would_drop_it(
     assert f"{header}={value!r} is not supported: expected a JSON object" in sentence(answer, 400)
 
 
+@pytest.mark.in_turn
 def test_ogxs_own_header_counts_where_both_are_sent(stack: ExternalStack, questions: str) -> None:
     if stack.release != OGX:
         pytest.skip("the header of OGX is OGX's")
@@ -150,6 +153,7 @@ def test_ogxs_own_header_counts_where_both_are_sent(stack: ExternalStack, questi
         assert f"{named} is not supported" in sentence(answer, 400)
 
 
+@pytest.mark.in_turn
 def test_a_field_that_a_call_does_not_have_is_refused_where_the_routes_are_ours(
     stack: ExternalStack, questions: str
 ) -> None:
@@ -182,6 +186,7 @@ def test_a_service_that_is_down_is_a_502_that_names_it(stack: ExternalStack, que
     assert "unheard" not in stack.jobs()
 
 
+@pytest.mark.in_turn
 def test_bad_rows_and_unknown_datasets_are_400(stack: ExternalStack) -> None:
     message = "training_config.data_config.dataset_id='nowhere' is not supported"
     assert message in sentence(stack.post(SFT, sft("no-rows", "nowhere")), 400)
@@ -189,6 +194,7 @@ def test_bad_rows_and_unknown_datasets_are_400(stack: ExternalStack) -> None:
     assert "dataset 'bad', row 8: " in sentence(stack.post(SFT, sft("bad-rows", "bad")), 400)
 
 
+@pytest.mark.in_turn
 def test_unknown_jobs_are_404_in_both_styles_and_ended_ones_are_not_cancelled(stack: ExternalStack, done: Json) -> None:
     for prefix in ("/v1", "/v1alpha"):
         root = "/post-training"
@@ -231,6 +237,7 @@ def test_client(stack: ExternalStack, questions: str, done: Json) -> None:
     stack.wait("client-dpo", "completed")
 
 
+@pytest.mark.in_turn
 def test_a_running_job_is_cancelled_in_either_style(stack: ExternalStack, questions: str) -> None:
     for name, cancel in (
         ("held-1", lambda: stack.cancel("held-1")),

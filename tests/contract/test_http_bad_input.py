@@ -500,6 +500,7 @@ def assert_kept(status: Json, job_uuid: str) -> None:
     assert {entry.name for entry in path.parent.iterdir()} == {"checkpoint-2", "latest"}
 
 
+@pytest.mark.in_turn
 def test_a_disk_that_fills_up_in_mid_checkpoint_fails_that_job_alone(other_server: Server, disk: Path) -> None:
     other_server.arm("saving-4", "hold")
     full = other_server.submit(SFT, saving_job(other_server, "full", disk), options=SAVING)
@@ -517,6 +518,7 @@ def test_a_disk_that_fills_up_in_mid_checkpoint_fails_that_job_alone(other_serve
     assert steps == ["checkpoint-2", "checkpoint-4", "checkpoint-6", "final"]
 
 
+@pytest.mark.in_turn
 def test_a_full_disk_found_between_two_checkpoints_is_reported_before_anything_is_written(
     other_server: Server, disk: Path
 ) -> None:
@@ -532,6 +534,7 @@ def test_a_full_disk_found_between_two_checkpoints_is_reported_before_anything_i
     assert_kept(status, "between")
 
 
+@pytest.mark.in_turn
 def test_a_disk_that_is_full_for_a_moment_costs_a_try_and_not_the_job(other_server: Server, disk: Path) -> None:
     other_server.arm("saving-4", "full")
     body = saving_job(other_server, "moment", "results")
@@ -552,6 +555,7 @@ def test_a_disk_that_is_full_for_a_moment_costs_a_try_and_not_the_job(other_serv
     assert other_server.cancel(job).status_code == 200
 
 
+@pytest.mark.in_turn
 def test_a_checkpoint_dir_on_a_read_only_disk_fails_its_job_with_the_systems_own_words(
     other_server: Server, read_only_disk: Path
 ) -> None:

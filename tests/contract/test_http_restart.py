@@ -14,7 +14,7 @@ from tests.contract.stack import SFT, Json, LlamaStack, poll, serving
 
 pytestmark = pytest.mark.contract
 
-STEPS = 300
+STEPS, HELD = 40, "step-10"
 
 
 def test_a_job_trains_through_a_restart_of_llama_stack_and_every_step_is_counted_once(tmp_path: Path) -> None:
@@ -22,14 +22,17 @@ def test_a_job_trains_through_a_restart_of_llama_stack_and_every_step_is_counted
         rows = stack.register("rows", QUESTIONS)
         body = sft("survivor", rows)
         body["training_config"]["n_epochs"] = STEPS // 4
-        options = {"save_steps": 150}
+        options = {"save_steps": 20}
+        stack.arm(HELD, "hold")
         job = stack.submit(SFT, body, options=options)
+        stack.wait_taken(HELD)
         before = poll(lambda: _trains(stack.status(job)), "the job trains", timeout=60)
         assert before is not None
 
         trainers = stack.processes(job)
         stack.stop()
         assert all(process.is_running() for process in trainers), "the training ended with Llama Stack"
+        stack.go(HELD)  # it trains while there is no server
         stack.start()
 
         assert stack.submit(SFT, body, options=options) == job  # sent again by a client that saw its connection die
@@ -38,7 +41,7 @@ def test_a_job_trains_through_a_restart_of_llama_stack_and_every_step_is_counted
         assert after["resources_allocated"]["attempt"] == 1
         assert after["started_at"] == before["started_at"]
         assert after["resources_allocated"]["progress"]["step"] == STEPS
-        assert [c["identifier"] for c in after["checkpoints"]] == ["survivor-checkpoint-150", "survivor-final"]
+        assert [c["identifier"] for c in after["checkpoints"]] == ["survivor-checkpoint-20", "survivor-final"]
 
         points = [point.step for point in Store(stack.data_dir / "jobs.sqlite3").points(job)]
         assert points == list(range(1, STEPS + 1))

@@ -119,11 +119,12 @@ def test_the_service_refuses_by_name_and_passes_failures_on(tmp_path: Path) -> N
 
 
 def test_dpo_continues_the_adapter_of_a_job_that_has_not_begun(tmp_path: Path) -> None:
-    """Both are submitted at once, also for two processes that shard the model; a third begins with a whole model."""
-    with running_service(tmp_path, torch_run_config={"nproc_per_node": 2}) as service:
+    """Both are submitted at once; a third begins with a whole model. Two processes that shard the model continue an
+    adapter in tests/process/test_adapter_bases.py."""
+    with running_service(tmp_path) as service:
         service.register("rows", QUESTIONS)
         service.register("pairs", PAIRS, dataset_type="preference")
-        body, options = request("tune", nproc_per_node=1)
+        body, options = request("tune")
         service.submit(SFT, {**body, "algorithm_config": LORA}, options={**options, "merge_adapter": True})
         training = {**body["training_config"], "data_config": {"dataset_id": "pairs", "batch_size": 2}}
         preferring = {**body, "job_uuid": "prefer", "model": "job:tune", "training_config": training}
@@ -136,7 +137,6 @@ def test_dpo_continues_the_adapter_of_a_job_that_has_not_begun(tmp_path: Path) -
             service.wait(name, "completed", timeout=150)
         config = service.status("prefer")["resources_allocated"]["effective_config"]
         assert config["recipe"]["effective"]["adapters"] == {"default": "trained", "reference": "frozen"}
-        assert config["recipe"]["effective"]["sharding"]["ranks"] == 2
         final = Path(config["checkpoint_dir"]) / "final"
         assert sorted(path.name for path in final.glob("*.safetensors")) == ["adapter_model.safetensors"]
         (tuned,) = (one["path"] for one in service.status("tune")["checkpoints"] if one["path"].endswith("merged"))
@@ -144,11 +144,12 @@ def test_dpo_continues_the_adapter_of_a_job_that_has_not_begun(tmp_path: Path) -
 
 
 def test_grpo_is_rewarded_by_the_reward_model_of_a_job_that_has_not_begun(tmp_path: Path) -> None:
-    """Both are submitted at once; the second one trains on two processes that shard the model, and is killed once."""
-    with running_service(tmp_path, torch_run_config={"nproc_per_node": 2}) as service:
+    """Both are submitted at once; the second one is killed once. Two processes that shard the model are rewarded in
+    tests/process/test_grpo_reward_models.py."""
+    with running_service(tmp_path) as service:
         service.register("questions", [{"prompt": row["prompt"]} for row in QUESTIONS])
         service.register("pairs", PAIRS, dataset_type="preference")
-        body, options = request("judge", nproc_per_node=1)
+        body, options = request("judge")
         pairs = {**body["training_config"], "data_config": {"dataset_id": "pairs", "batch_size": 2}}
         grpo = {"type": "grpo", "num_generations": 2, "max_completion_length": 4, "rewards": [{"model": "job:judge"}]}
         prompts = {**body["training_config"], "data_config": {"dataset_id": "questions", "batch_size": 2}}
@@ -168,14 +169,12 @@ def test_grpo_is_rewarded_by_the_reward_model_of_a_job_that_has_not_begun(tmp_pa
         service.wait_taken("answered-2", 1)
         allocated = service.status("policy")["resources_allocated"]
         assert allocated["attempt"] == 2
-        effective = allocated["effective_config"]["recipe"]["effective"]
-        (path,) = effective["reward_models"]
+        (path,) = allocated["effective_config"]["recipe"]["effective"]["reward_models"]
         assert path.endswith("/judge/final")
-        assert effective["sharding"]["ranks"] == 2
 
 
 def submit_on(service: TrainingService, job_uuid: str, model: str) -> None:
-    body, options = request(job_uuid, nproc_per_node=1)
+    body, options = request(job_uuid)
     service.submit(SFT, {**body, "model": model}, options=options)
 
 

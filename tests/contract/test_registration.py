@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,10 @@ from tests.contract.payloads import LORA, PAIRS, QUESTIONS, sft
 from tests.contract.service import TrainingService, running_service
 from tests.contract.stack import SFT, LlamaStack, serving
 from tests.releases import OGX
+from tests.required import IN_FULL
 from tests.tiny import tiny_model
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
-FULL = os.environ.get("TRL_TESTS") == "full"
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +46,8 @@ def with_inference(file: Path, url: str) -> None:
     scope="module",
     params=[
         "0.3.5",
-        pytest.param("0.7.3", marks=pytest.mark.skipif(not FULL, reason="TRL_TESTS=full runs it")),
-        pytest.param(OGX, marks=pytest.mark.skipif(not FULL, reason="TRL_TESTS=full runs it")),
+        pytest.param("0.7.3", marks=IN_FULL),
+        pytest.param(OGX, marks=IN_FULL),
     ],
 )
 def stack(

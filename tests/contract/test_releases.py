@@ -88,6 +88,7 @@ def test_sft(stack: ReleaseStack) -> None:
     assert done["checkpoints"][-1]["training_metrics"]["validation_loss"] is None
 
 
+@pytest.mark.in_turn
 def test_dpo(stack: ReleaseStack) -> None:
     job = stack.submit(DPO, full_dpo(promised(named(stack, "dpo"), "pairs")))
     stack.wait(job, "completed")
@@ -95,6 +96,7 @@ def test_dpo(stack: ReleaseStack) -> None:
     assert (used["model"], used["method"]["beta"], used["method"]["loss_type"]) == (str(tiny_model()), 0.2, "hinge")
 
 
+@pytest.mark.in_turn
 def test_the_promised_payload(stack: ReleaseStack) -> None:
     """Taken as it stands where the provider's annotations are the schema, else a 400 that names what is missing."""
     body = promised(named(stack, "promised"), "pairs")
@@ -115,6 +117,7 @@ def test_the_promised_payload(stack: ReleaseStack) -> None:
     )
 
 
+@pytest.mark.in_turn
 def test_cancel(stack: ReleaseStack) -> None:
     job = long_job(stack, "cancelled")
     poll(lambda: stack.status(job)["status"] == "in_progress", "the job trains", timeout=30)
@@ -124,12 +127,14 @@ def test_cancel(stack: ReleaseStack) -> None:
     assert stack.cancel(job).status_code in (200, 204)  # what a client may repeat
 
 
+@pytest.mark.in_turn
 def test_unknown_job(stack: ReleaseStack) -> None:
     answers = [stack.get(f"/post-training/job/{call}", job_uuid="nobody") for call in ("status", "artifacts")]
     for answer in [*answers, stack.cancel("nobody")]:
         assert "job 'nobody' not found" in sentence(answer, stack.surface.unknown_job)
 
 
+@pytest.mark.in_turn
 def test_duplicate(stack: ReleaseStack) -> None:
     body = sft(named(stack, "twice"), "rows")
     job = stack.submit(SFT, body)
@@ -140,6 +145,7 @@ def test_duplicate(stack: ReleaseStack) -> None:
     assert "completed already" in sentence(stack.cancel(job), stack.surface.taken_job)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
@@ -159,6 +165,7 @@ def test_bad_body(stack: ReleaseStack, changes: Json, field: str) -> None:
     assert job not in stack.jobs()
 
 
+@pytest.mark.in_turn
 def test_bad_dataset(stack: ReleaseStack) -> None:
     assert "dataset_id='nowhere'" in sentence(stack.post(SFT, sft(named(stack, "none"), "nowhere")))
     stack.register("bad", [*QUESTIONS, {"what": "ever"}])
@@ -191,6 +198,7 @@ def test_provider_data(stack: ReleaseStack) -> None:
     stack.wait(job, "completed")
 
 
+@pytest.mark.in_turn
 def test_client(stack: ReleaseStack) -> None:
     """The release's own llama-stack-client, as far as it can: from 0.6 on it asks for a job's status where there is
     none any more."""
@@ -258,7 +266,7 @@ def test_a_job_that_really_trains(stack: ReleaseStack) -> None:
     assert not tuned[name].equal(base[name])
 
 
-@pytest.mark.parametrize("release", [release for release in RELEASES if release in NATIVE])
+@pytest.mark.parametrize("release", SERVED)
 def test_an_interpreter_that_cannot_train_is_named_at_the_start(release: str, tmp_path: Path) -> None:
     stack = ReleaseStack(tmp_path, release)
     stack.environ["TRL_TRAIN_PYTHON"] = "/nowhere/python"

@@ -46,6 +46,14 @@ PARTS = {
     # Every model that a grader asks is answered with 503, since the device is locked (test_grader_calls.py).
     "others": ("--exclude-path-regex", f"^(/(v1(alpha|beta)/|health$)|{SUBMITS}|/.*/graders/run$)"),
 }
+UNCOVERED = (
+    # The body of /preference-optimize with three fields more, of which test_service_preflight.py sends the bounds.
+    "preflight",
+    "preview",
+    # Most of each is provider_options, which /preference-optimize and /evaluate have, too.
+    *(() if FULL else ("supervised-fine-tune", "generate", "merge", "export")),
+)
+"""Calls whose bounds are not sent: they get requests at random only."""
 SECONDS = 170
 """Within which a part must be through."""
 
@@ -132,9 +140,8 @@ def configuration() -> str:
         lines += [f"[parameters.{json.dumps(parameter)}]", f'dictionary = "known-{number}"', "probability = 0.75"]
     # Of the others one has ended, and one will have been cancelled by then.
     lines += ["[[operations]]", 'include-path-regex = "/(pause|resume)$"', 'parameters = {"path.job_uuid" = "held"}']
-    # Their body is that of /preference-optimize with three fields more, of which test_service_preflight.py sends the
-    # bounds.
-    lines += ["[[operations]]", 'include-path-regex = "/pre(flight|view)$"', "phases.coverage.enabled = false"]
+    uncovered = "|".join(UNCOVERED)
+    lines += ["[[operations]]", f'include-path-regex = "/({uncovered})$"', "phases.coverage.enabled = false"]
     # Of a job without a checkpoint: every other model is answered with 503, since the device is locked. That phase
     # chooses models of its own.
     lines += ["[[operations]]", 'include-path-regex = "^/openai/v1/.*completions$"', "phases.coverage.enabled = false"]

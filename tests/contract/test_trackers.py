@@ -40,8 +40,8 @@ MLFLOW = os.environ.get("TRL_MLFLOW", "")
 """The program of mlflow's whole package, in an environment of its own."""
 STEPS = 16
 OF_EACH = 3 if FULL else 1
-"""Kills of a training and of the service; of the exporter there is one at any time, and three at an instant: of each
-tracker that is installed with the tests at least one."""
+"""Kills of a training and of the service, with which its exporter ends; of the exporter there is one at an instant of
+each tracker that is installed, with TRL_TESTS=full three and one at any time."""
 Values = dict[tuple[str, int], list[float]]
 """Name of a metric and step -> every value that a tracker has for it."""
 
@@ -234,12 +234,15 @@ def killed(service: TrackedService) -> str:
     """A job with kills of its training, of the service and of the exporter: at random steps the training is held,
     and one of them is killed, before the trackers have caught up or after."""
     chosen = random.Random(19)
-    victims = ["exporter", *["exporter at an instant"] * 3, *["trainer", "service"] * OF_EACH]
-    steps = sorted(chosen.sample(range(2, STEPS), len(victims)))
-    chosen.shuffle(victims)
     live = [tracker for tracker in INSTALLED if tracker != "wandb"]  # which is written when the job has ended
     instants = [f"export-{tracker}-{instant}" for tracker in live for instant in ("intended", "accepted")]
     instants = chosen.sample(instants, len(instants))
+    if not FULL:  # one of each tracker
+        instants = [next(one for one in instants if f"-{tracker}-" in one) for tracker in live]
+    victims = [*["exporter at an instant"] * min(3, len(instants)), *["trainer", "service"] * OF_EACH]
+    victims += ["exporter"] * FULL
+    steps = sorted(chosen.sample(range(2, STEPS), len(victims)))
+    chosen.shuffle(victims)
     for step in steps:
         service.arm(f"step-{step}", "hold")
     options = {"save_steps": 3, "retries": 20, "eval_steps": 2}

@@ -75,7 +75,8 @@ def test_an_adapter_is_merged_and_an_evaluation_checks_its_answers(server: VllmS
     server.wait("tuned", "completed", timeout=server.patience)
     greedy = {"model": "job:tuned", "samples_per_prompt": 1, "temperature": 0}
     server.submit(GENERATE, request("quick", "of-vllm", engine="vllm", **greedy))
-    server.submit(GENERATE, request("plain", "of-transformers", **greedy))
+    if REAL:
+        server.submit(GENERATE, request("plain", "of-transformers", **greedy))
     check = {"type": "regex", "pattern": "e"}
     evaluation = {
         "job_uuid": "checked",
@@ -85,13 +86,15 @@ def test_an_adapter_is_merged_and_an_evaluation_checks_its_answers(server: VllmS
         "checks": [check],
     }
     server.submit(EVALUATE, {**evaluation, "max_new_tokens": 12})
-    for name in ("quick", "plain", "checked"):
+    for name in ("quick", "checked"):
         server.wait(name, "completed", timeout=server.patience)
-    (_, quick), (_, plain), (_, checked) = (answers_of(server, name) for name in ("quick", "plain", "checked"))
+    (_, quick), (_, checked) = (answers_of(server, name) for name in ("quick", "checked"))
     assert [line["text"] for line in checked] == [line["text"] for line in quick]
     result = server.status("checked")["resources_allocated"]["result"]
     assert result["passed"] == sum("e" in line["text"] for line in checked) / len(QUESTIONS)
     if REAL:
+        server.wait("plain", "completed", timeout=server.patience)
+        _, plain = answers_of(server, "plain")
         assert [line["text"] for line in quick] == [line["text"] for line in plain]
     for name in ("quick", "checked"):  # a whole model would stay for each
         config = server.status(name)["resources_allocated"]["effective_config"]
