@@ -66,13 +66,14 @@ class DataOrder(JobTrainer):
     def _sampler(
         self, dataset: Any, cap: int | None, *, shuffle: bool, batch_size: int, **of_steps: Any
     ) -> EpochSampler:
-        multiple = self.batch_plan.groups * batch_size if self.args.world_size > 1 else 1
+        world, sharers = self.args.world_size, self.batch_plan.sharers
+        multiple = world // sharers * batch_size if world > 1 else 1
         return self.sampler_class(
             self.rows_of(dataset),
             cap,
             shuffle=shuffle,
             seed=self.spec.data.seed,
             multiple_of=multiple,
-            repeated=(batch_size, self.batch_plan.sharers),
+            repeated=(batch_size, sharers),
             **of_steps,
         )
