@@ -26,6 +26,8 @@ from .data.prepared import Preparation
 from .data.prompts import encode_prompts
 from .data.sampling import BatchPlan
 from .distributed import ranks
+from .distributed.workers import Workers
+from .fast.context_parallel import attend_across_ranks
 from .fast.mlp import tile_mlp
 from .fast.model import use_rows
 from .fast.smaller_batches import in_parts
@@ -325,6 +327,8 @@ def load_policy(spec: JobSpec, device: torch.device, warn: Callable[[str], None]
     set_attention(spec, model)
     if spec.compute.padding_free:
         use_rows(model, device.type)
+    if spec.context_parallel_size > 1:
+        attend_across_ranks(model, Workers(spec.context_parallel_size).within, spec.context_parallel_size)
     mlp_tiles = tile_mlp(model, spec, device.type)
     check_length(model, spec.data.max_seq_length)
     if spec.data.packed and not spec.compute.padding_free and (spec.uses_flash_kernels or has_placeholders(model)):

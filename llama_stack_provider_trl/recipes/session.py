@@ -89,8 +89,9 @@ def train_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
 def plan_batches(attempt: AttemptSpec) -> tuple[JobSpec, BatchPlan]:
     """The job as this attempt's ranks train it. Rows per optimizer step do not depend on the number of ranks."""
     rows = attempt.rows_per_step or attempt.job.rows_per_step
-    batch_plan = BatchPlan.of(rows, attempt.job.data.batch_size, attempt.world_size)
-    return batch_plan.applied(attempt.job), batch_plan
+    job = attempt.job
+    batch_plan = BatchPlan.of(rows, job.data.batch_size, attempt.world_size, job.context_parallel_size)
+    return batch_plan.applied(job), batch_plan
 
 
 def _report_start(spec: JobSpec, device: torch.device, warnings: list[str], writer: EventWriter) -> None:

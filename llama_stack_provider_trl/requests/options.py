@@ -424,6 +424,9 @@ class ProviderOptions(Documented, CheckedNames):
     nproc_per_node: int | None = Field(None, gt=0, le=1024)
     """Processes that train together (torchrun), each on a GPU of its own; on a CPU they share it. The inline provider
     trains in one. Default: the configuration's."""
+    context_parallel_size: int = Field(1, gt=0, le=1024)
+    """SFT: so many ranks of a node train the same rows, each on its share of their tokens, for rows that fit on no GPU.
+    It divides the ranks of a node. The service only."""
     resources: Resources | None = None
     """Machines: {nodes, min_nodes, gpu_memory_gb, cpus, reserve_cpus, memory_gb, labels, model_present}. The service
     only."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,48 @@ def resolve_ranks(
             "rank of an 8B model); set enable_activation_checkpointing instead, or nproc_per_node 1",
         )
     return {"ranks": ranks, "sharding": settings.sharding.model_copy(update={"cpu_offload": offload})}
+
+
+def resolve_context_parallel(options: ProviderOptions, settings: Settings, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The ranks that share rows. What the model decides is refused by its attempt (`recipes.fast.context_parallel`).
+
+    Args:
+        fields: of the JobSpec, resolved without them.
+
+    Raises:
+        InvalidRequest: there are no such ranks, or the job trains in a way that is not proven with them.
+    """
+    size = options.context_parallel_size
+    if size == 1:
+        return {}
+    resources, lora, field = fields["resources"], fields["lora"], "provider_options.context_parallel_size"
+    per_node = fields["ranks"] // (resources.nodes if resources else 1)
+    if settings.sharding is None:
+        hint = "this provider trains in one process; leave it out, or use the service (remote::trl_remote)"
+        raise InvalidRequest(field, size, hint)
+    if per_node % size:
+        hint = (
+            f"it divides the ranks of a node, and this job has {per_node}: set nproc_per_node to a multiple of {size}"
+        )
+        raise InvalidRequest(field, size, hint)
+    unproven = {
+        f"the method {fields['method'].algorithm}": fields["method"].algorithm != "sft",
+        "padding_free false": not fields["padding_free"],
+        "attention_mask 'always'": fields["attention_mask"] == "always",
+        f"attn_implementation {fields['attn_implementation']!r}": fields["attn_implementation"] not in (None, "sdpa"),
+        "quantize_base": lora is not None and lora.quantize_base,
+        f"peft_method {options.peft_method!r}": lora is not None and lora.method != "lora",
+        "use_dora": lora is not None and lora.use_dora,
+        "lora_dropout": lora is not None and lora.dropout > 0,
+        "QAT": fields.get("qat") is not None,
+        "mixture": options.mixture is not None,
+        "averaging": options.averaging is not None,
+        "enable_activation_offloading": fields["activation_offloading"],
+    }
+    if found := next((name for name, has in unproven.items() if has), None):
+        hint = f"it is proven for SFT with all weights or LoRA and batches without padding, not with {found}"
+        raise InvalidRequest(field, size, f"{hint}: leave one of the two out")
+    return {"context_parallel_size": size}
 
 
 def _refuse_more_ranks(per_node: int, settings: Settings) -> None:

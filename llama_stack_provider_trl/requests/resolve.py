@@ -22,7 +22,7 @@ from .method import jobs_named_by, resolve_method
 from .mixture import NamedDataset, resolve_datasets, with_margins, with_rows
 from .options import ProviderOptions
 from .paths import resolve_paths
-from .placement import on_reserved_cores, resolve_placement, with_sharding
+from .placement import on_reserved_cores, resolve_context_parallel, resolve_placement, with_sharding
 from .preference import check_step
 from .settings import Request, Settings
 from .trackers import TrackerChoice, resolve_trackers
@@ -97,6 +97,7 @@ def resolve(
         **resolve_placement(request, options, settings, base, method, warnings),
     }
     fields |= resolve_averaging(options, settings, fields)
+    fields |= resolve_context_parallel(options, settings, fields)
     check_step(fields)
     check_answers(fields, data)
     check_vllm_ranks(fields)

@@ -399,6 +399,8 @@ class JobSpec(Frozen):
     """None: it runs on the service's (or provider's) own machine."""
     sharding: ShardingSpec | None = None
     """None: one process."""
+    context_parallel_size: int = Field(1, gt=0)
+    """Ranks that train the same rows, each on its share of their tokens; it divides `ranks_per_node`."""
     lifecycle: LifecycleSpec = LifecycleSpec()
     preflight: PreflightMode = "refuse"
     """Where the estimated memory does not fit: refuse, before its model is loaded; warn; off: nothing is estimated."""
@@ -528,7 +530,8 @@ class JobSpec(Frozen):
     @property
     def rows_per_step(self) -> int:
         """The global batch: rows (SFT) or pairs (DPO) per optimizer step, over all ranks."""
-        return self.data.batch_size * self.train.gradient_accumulation_steps * self.ranks
+        groups = self.ranks // self.context_parallel_size
+        return self.data.batch_size * self.train.gradient_accumulation_steps * groups
 
     @property
     def has_pairs(self) -> bool:

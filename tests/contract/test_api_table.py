@@ -469,6 +469,7 @@ OPTION_ASKS: dict[str, Try] = {
     "logging_steps": Try(3),
     "seed": Try(3),
     "nproc_per_node": Try(2),
+    "context_parallel_size": Try(2, options={"nproc_per_node": 2}),
     "fsdp_config": Try({"cpu_offload": True}, options={"nproc_per_node": 2}),
     "resources": Try({"cpus": 4}),
     "resume_from": Try("job-0/checkpoint-6"),

@@ -415,6 +415,7 @@ ELSEWHERE: dict[str, str] = {
         for field in FsdpOptions.model_fields
     },
     OPTION + "metadata": "nothing in the training reads it: tests/contract/test_openai_sdk.py",
+    OPTION + "context_parallel_size": "several ranks, with the numbers of one: tests/process/test_context_parallel.py",
     OPTION + "nproc_per_node": "several ranks, with the numbers of one: tests/process/test_ranks.py",
     OPTION + "device": NO_TRAINING + "tests/unit/test_placement.py",
     **{

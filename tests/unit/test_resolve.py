@@ -684,6 +684,39 @@ def test_a_job_holds_its_model_as_it_requests_it_on_a_service_that_does_otherwis
     assert spec_of(sft(), service).sharding == configured  # a job beside it
 
 
+def test_ranks_that_share_rows_take_one_batch(settings: Settings) -> None:
+    service = settings.model_copy(update={"ranks": 4, "max_ranks": 4, "sharding": ShardingSpec()})
+    apart, together = spec_of(sft(), service), spec_of(sft(), service, context_parallel_size=2)
+    assert (together.ranks, together.context_parallel_size) == (4, 2)
+    assert 2 * together.rows_per_step == apart.rows_per_step
+
+
+@pytest.mark.parametrize(
+    ("request_", "options", "sharding", "message"),
+    [
+        (sft(), {}, None, "this provider trains in one process"),
+        (sft(), {"nproc_per_node": 1}, ShardingSpec(), "this job has 1: set nproc_per_node to a multiple of 2"),
+        (sft(), {"nproc_per_node": 3}, ShardingSpec(), "this job has 3: set nproc_per_node to a multiple of 2"),
+        (dpo(), {}, ShardingSpec(), "not with the method dpo: leave one of the two out"),
+        (sft(), {"padding_free": False}, ShardingSpec(), "not with padding_free false"),
+        (sft(), {"attention_mask": "always"}, ShardingSpec(), "not with attention_mask 'always'"),
+        (sft(), {"attn_implementation": "eager"}, ShardingSpec(), "not with attn_implementation 'eager'"),
+        (sft(), {"mixture": [{"dataset_id": "rows", "rows": 3}]}, ShardingSpec(), "not with mixture"),
+        (sft(), {"averaging": {"interval": 2}}, ShardingSpec(strategy="NO_SHARD"), "not with averaging"),
+        (sft(algorithm_config={**LORA, "quantize_base": True}), {}, ShardingSpec(), "not with quantize_base"),
+        (sft(algorithm_config={**LORA, "use_dora": True}), {}, ShardingSpec(), "not with use_dora"),
+        (sft(algorithm_config=LORA), {"lora_dropout": 0.1}, ShardingSpec(), "not with lora_dropout"),
+        (sft(algorithm_config=LORA), {"peft_method": "ia3"}, ShardingSpec(), "not with peft_method 'ia3'"),
+    ],
+)
+def test_what_is_not_proven_with_ranks_that_share_rows_is_refused(
+    settings: Settings, request_: Any, options: dict[str, Any], sharding: ShardingSpec | None, message: str
+) -> None:
+    service = settings.model_copy(update={"max_ranks": 4, "ranks": 2 if sharding else 1, "sharding": sharding})
+    with pytest.raises(InvalidRequest, match=rf"context_parallel_size=2.*{message}"):
+        spec_of(request_, service, context_parallel_size=2, **options)
+
+
 def test_averaging_and_sharded_jobs_are_on_one_service(settings: Settings) -> None:
     service = settings.model_copy(update={"ranks": 2, "max_ranks": 4, "sharding": ShardingSpec()})
     averaging = {"interval": 20}

@@ -218,7 +218,7 @@ def test_a_job_that_asks_for_nothing_is_as_it_was(store: Store, tmp_path: Path) 
         (ResumeFrom(job_uuid="first"), {"truncation_side": "left"}, "truncation_side is 'right' in that job"),
         (ResumeFrom(job_uuid="first"), {"qat": QAT}, "qat is None in that job"),
         (ResumeFrom(job_uuid="first"), {"seed": 7}, "seed is 42 in that job and 7 in this one"),
-        (ResumeFrom(job_uuid="first"), {"batch_size": 3}, "gradient_accumulation_steps x nproc_per_node = 4"),
+        (ResumeFrom(job_uuid="first"), {"batch_size": 3}, "x nproc_per_node / context_parallel_size = 4"),
         (ResumeFrom(job_uuid="first"), {"sha256": "f" * 64}, "dataset"),
     ],
 )

@@ -134,7 +134,8 @@ def _refuse_differences(requested: str, other: JobSpec, spec: JobSpec) -> None:
             FIELD,
             requested,
             f"that job takes {other.rows_per_step} rows per optimizer step and this one {spec.rows_per_step}: choose "
-            f"batch_size x gradient_accumulation_steps x nproc_per_node = {other.rows_per_step}",
+            "batch_size x gradient_accumulation_steps x nproc_per_node / context_parallel_size = "
+            f"{other.rows_per_step}",
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import batched
 from typing import NamedTuple
 
 import torch
@@ -41,16 +42,22 @@ class BatchPlan:
     batch_size: int
     """Rows per process and micro step."""
     world_size: int = 1
+    sharers: int = 1
+    """Processes that take the same rows (`recipes.fast.context_parallel`)."""
 
     @classmethod
-    def of(cls, rows_per_step: int, batch_size: int, world_size: int) -> BatchPlan:
+    def of(cls, rows_per_step: int, batch_size: int, world_size: int, sharers: int = 1) -> BatchPlan:
         """A plan with batches of at most `batch_size` rows, and no larger than an equal part for every process."""
-        return cls(rows_per_step, min(batch_size, -(-rows_per_step // world_size)), world_size)
+        return cls(rows_per_step, min(batch_size, -(-rows_per_step * sharers // world_size)), world_size, sharers)
+
+    def with_batches_of(self, batch_size: int) -> BatchPlan:
+        """The plan of the same steps with batches of at most so many rows."""
+        return BatchPlan.of(self.rows_per_step, batch_size, self.world_size, self.sharers)
 
     @classmethod
     def of_job(cls, spec: JobSpec) -> BatchPlan:
         """The plan that the job's own fields give."""
-        return cls.of(spec.rows_per_step, spec.data.batch_size, spec.ranks)
+        return cls.of(spec.rows_per_step, spec.data.batch_size, spec.ranks, spec.context_parallel_size)
 
     def applied(self, spec: JobSpec) -> JobSpec:
         """The job with the batches of this plan."""
@@ -58,14 +65,19 @@ class BatchPlan:
         return spec.changed(ranks=self.world_size, **sizes)
 
     @property
+    def groups(self) -> int:
+        """Processes, or groups of processes that share rows, that take different rows."""
+        return self.world_size // self.sharers
+
+    @property
     def accumulation_steps(self) -> int:
         """Micro steps per optimizer step."""
-        return -(-self.rows_per_step // (self.batch_size * self.world_size))
+        return -(-self.rows_per_step // (self.batch_size * self.groups))
 
     @property
     def slots_per_step(self) -> int:
         """Rows per optimizer step over all processes, fillers included."""
-        return self.accumulation_steps * self.batch_size * self.world_size
+        return self.accumulation_steps * self.batch_size * self.groups
 
     @property
     def needs_filler(self) -> bool:
@@ -90,6 +102,8 @@ class EpochSampler(Sampler[int]):
         mixture: of the datasets that the rows are of; None: there is one, of which an epoch takes each row once.
         lengths: of each row, in tokens: the rows of a step are taken longest first, so that those of a batch, and of
             the batches that ranks compute at the same time, are padded least. None: in the epoch's order.
+        repeated: rows of a batch, and how many ranks take it: accelerate gives each rank the next batch. Batches are
+            full then, by `multiple_of`.
     """
 
     def __init__(
@@ -103,7 +117,9 @@ class EpochSampler(Sampler[int]):
         batch_plan: BatchPlan | None = None,
         mixture: Mixture | None = None,
         lengths: torch.Tensor | Sequence[int] | None = None,
+        repeated: tuple[int, int] = (1, 1),
     ) -> None:
+        self._repeated = repeated
         self._lengths = None if lengths is None else torch.as_tensor(lengths)
         self.num_rows, self.shuffle, self.seed = num_rows, shuffle, seed
         self._mixture = mixture.capped(rows_per_epoch) if mixture else None
@@ -136,9 +152,15 @@ class EpochSampler(Sampler[int]):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return self.rows_per_epoch + self.num_fillers
+        return (self.rows_per_epoch + self.num_fillers) * self._repeated[1]
 
     def __iter__(self) -> Iterator[int]:
+        size, ranks = self._repeated
+        for batch in batched(self._filled(), size):
+            for _ in range(ranks):
+                yield from batch
+
+    def _filled(self) -> Iterator[int]:
         for of_step in self._steps():
             yield from of_step
             is_full = self._fillers_per_step and len(of_step) == self.rows_per_step

@@ -34,7 +34,7 @@ class Workers:
         return ranks.rank() % self.size
 
     @cached_property
-    def _within(self) -> Any:
+    def within(self) -> Any:
         """The group of the ranks of this rank's worker. A collective."""
         groups = [
             dist.new_group(list(range(first, first + self.size)), timeout=ranks.COLLECTIVE_TIMEOUT)
@@ -56,7 +56,7 @@ class Workers:
     def sum_within(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks of this rank's worker, in place. A collective."""
         if self.size > 1:
-            dist.all_reduce(values, group=self._within)
+            dist.all_reduce(values, group=self.within)
         return values
 
     def average(self, values: torch.Tensor) -> torch.Tensor:

@@ -61,7 +61,7 @@ def larger_plans(spec: JobSpec, batch_plan: BatchPlan, dataset: Dataset, device:
     most = TOKENS.get(device, 0) / max(1.0, mean_tokens(dataset))
     steps, size = batch_plan.accumulation_steps, batch_plan.batch_size
     merged = [times for times in range(steps, 1, -1) if steps % times == 0 and times * size <= most]
-    return [BatchPlan.of(batch_plan.rows_per_step, times * size, batch_plan.world_size) for times in merged]
+    return [batch_plan.with_batches_of(times * size) for times in merged]
 
 
 def _why_random(spec: JobSpec) -> str:

@@ -38,7 +38,7 @@ def in_parts(spec: JobSpec, batch_plan: BatchPlan, dataset: Dataset, device: str
     size = max((size for size in sizes if size * tokens <= TOKENS), default=1)
     if size == spec.data.batch_size:
         return spec, batch_plan
-    batch_plan = BatchPlan.of(batch_plan.rows_per_step, size, batch_plan.world_size)
+    batch_plan = batch_plan.with_batches_of(size)
     return batch_plan.applied(spec.with_batches_of(size)), batch_plan
 
 

@@ -16,6 +16,7 @@ from ..model.attention import balances_experts, is_causal_throughout
 from ..model.loading import load_config, with_depth
 from .attention import NAME
 from .batches import FlatPairs
+from .context_parallel import refuse_unshareable
 from .cpu_attention import NAME_ON_CPU
 from .model import use_rows
 
@@ -37,10 +38,16 @@ _ROPE_OF_BATCHES = ("dynamic", "longrope")
 
 
 def with_batches(spec: JobSpec) -> tuple[JobSpec, str]:
-    """The job with the kind of batches that its model can be trained on, and a sentence for its record."""
+    """The job with the kind of batches that its model can be trained on, and a sentence for its record.
+
+    Raises:
+        JobFailure: invalid_request, where its ranks are to share rows and cannot.
+    """
     if not spec.compute.padding_free:
+        refuse_unshareable(spec, "padding_free is false")
         return spec, ""
     reason = METHODS[spec.algorithm].padded_because or why_padded(spec)
+    refuse_unshareable(spec, reason)
     if not reason:
         return spec, "used"
     return spec.changed(padding_free=False), f"not used: {reason}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -80,7 +81,7 @@ def estimate(spec: JobSpec, batch: Batch, device: str, baseline: int = 0) -> Mem
     """
     kind = device.partition(":")[0]
     model = trace(spec, batch, kind)
-    placed = _Placed(spec, model, kind, flash_bytes(spec, batch, kind))
+    placed = _Placed(spec, model, kind, flash_bytes(spec, batch, kind) + exchanged_bytes(spec, batch))
     moments = [placed.at(window) for window in model.windows]
     if model.reference_scoring is not None:
         moments.append(placed.reference_scoring(model.reference_scoring))
@@ -344,7 +345,25 @@ def flash_bytes(spec: JobSpec, batch: Batch, kind: str) -> int:
         return 0  # it has no attention
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     groups = batch.groups or ((0, (batch.tokens,)),) * batch.sequences
-    return accumulator_bytes(Layout(groups).sizes(), heads, head_size)
+    return accumulator_bytes(Layout(groups).sizes(), max(1, heads // spec.context_parallel_size), head_size)
+
+
+def exchanged_bytes(spec: JobSpec, batch: Batch) -> int:
+    """Bytes of an attention's queries, keys and values while ranks that share rows exchange them: what is sent, what is
+    received, and that by heads.
+
+    Raises:
+        JobFailure: invalid_model.
+    """
+    size = spec.context_parallel_size
+    if size == 1:
+        return 0
+    config: Any = load_config(spec.source).get_text_config()
+    heads, groups = config.num_attention_heads, batch.groups or ((0, (batch.tokens,)),) * batch.sequences
+    tokens = -(-sum(Layout(groups).sizes()) // size)
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    exchanged = heads + 2 * math.lcm(config.num_key_value_heads, size)
+    return 3 * tokens * exchanged * head_size * (4 if spec.compute.dtype == "fp32" else 2)
 
 
 def reward_sizes(spec: JobSpec) -> list[int]:

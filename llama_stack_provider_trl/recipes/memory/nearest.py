@@ -108,6 +108,7 @@ def _families(spec: JobSpec, max_ranks: int, may_offload: bool) -> Iterator[list
         yield [adapters, *((*adapters, *more) for more in same)]
     # A model that answers prompts, or gives rewards, trains with no base in 4 bits.
     may_quantize = spec.train.qat is None and spec.method.answer_tokens is None and not spec.trains_reward
+    may_quantize = may_quantize and spec.context_parallel_size == 1
     if may_quantize and not (spec.lora and (spec.lora.quantize_base or spec.lora.method != "lora")):
         adapters = (_quantized(spec),)
         yield [adapters, *((*adapters, *more) for more in same)]

@@ -580,8 +580,12 @@ def _distill(
 def _inputs(model: Any, spec: JobSpec, batch: Batch, kind: str) -> dict[str, Any]:
     if spec.compute.padding_free:
         groups = batch.groups or ((0, (batch.tokens,)),) * batch.sequences
+        if (sharers := spec.context_parallel_size) > 1:
+            # As many tokens of all heads as attention has of all tokens of this rank's heads: the same bytes.
+            groups = tuple((0, (-(-sum(sizes) // sharers),)) for _, sizes in groups)
         ids = torch.zeros(1, sum(prefix + sum(sizes) for prefix, sizes in groups), dtype=torch.long)
-        scored = torch.zeros(batch.scored or ids.shape[1], dtype=torch.long)
+        # A share may have most of what is scored.
+        scored = torch.zeros(min(batch.scored or ids.shape[1], ids.shape[1]), dtype=torch.long)
         inputs = {"input_ids": ids, "position_ids": ids.clone(), "scored": scored}
         return {**inputs, "shift_labels": scored[None].clone(), "layout": Layout(groups)}
     ids = torch.zeros(batch.sequences, batch.tokens, dtype=torch.long)

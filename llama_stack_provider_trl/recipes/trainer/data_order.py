@@ -35,7 +35,7 @@ class DataOrder(JobTrainer):
         rows share a batch, unless something is averaged over a batch."""
         spec, batch_plan = self.spec, self.batch_plan
         has_batch_means = spec.method.has_batch_means or self.aux_loss_enabled or spec.data.packed
-        several = batch_plan.world_size * batch_plan.accumulation_steps > 1
+        several = batch_plan.groups * batch_plan.accumulation_steps > 1
         # Rank 0 gets the longest rows of every step: one worker would never see short ones.
         return spec.data.group_by_length and several and not has_batch_means and spec.train.averaging is None
 
@@ -66,8 +66,14 @@ class DataOrder(JobTrainer):
     def _sampler(
         self, dataset: Any, cap: int | None, *, shuffle: bool, batch_size: int, **of_steps: Any
     ) -> EpochSampler:
-        world = self.args.world_size
-        multiple = world * batch_size if world > 1 else 1
+        world, sharers = self.args.world_size, self.batch_plan.sharers
+        multiple = world // sharers * batch_size if world > 1 else 1
         return self.sampler_class(
-            self.rows_of(dataset), cap, shuffle=shuffle, seed=self.spec.data.seed, multiple_of=multiple, **of_steps
+            self.rows_of(dataset),
+            cap,
+            shuffle=shuffle,
+            seed=self.spec.data.seed,
+            multiple_of=multiple,
+            repeated=(batch_size, sharers),
+            **of_steps,
         )

@@ -12,7 +12,9 @@ from trl import SFTTrainer
 from ...specs.job import JobSpec
 from ..data.images import Images
 from ..data.tables import IMAGES
+from ..distributed.workers import Workers
 from ..fast.batches import collate_rows, forward_arguments
+from ..fast.context_parallel import collate_share
 from ..fast.layout import moved
 from ..model.attention import passes_padding_mask
 from .base import RecipeTrainer
@@ -41,6 +43,14 @@ def collate_images(images: Images, collate: Callable[[Any], dict[str, Any]], row
     return {**inputs, **features}
 
 
+def _collator(spec: JobSpec) -> Callable[[Sequence[Any]], dict[str, Any]] | None:
+    """What collates rows without padding; None: batches are padded."""
+    if spec.context_parallel_size > 1:
+        size = spec.context_parallel_size
+        return partial(collate_share, size, Workers(size).position)
+    return collate_rows if spec.compute.padding_free else None
+
+
 class SftRecipe(RecipeTrainer, SFTTrainer):
     """Computes the token-level cross entropy over the whole (accumulated) batch: TRL's loss and numbers.
 
@@ -50,7 +60,7 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
     head_outputs = ("log_probs", "is_top1")
 
     def __init__(self, *, spec: JobSpec, **arguments: Any) -> None:
-        super().__init__(spec=spec, data_collator=collate_rows if spec.compute.padding_free else None, **arguments)
+        super().__init__(spec=spec, data_collator=_collator(spec), **arguments)
         if not spec.compute.padding_free:
             self.data_collator.return_position_ids = spec.data.packed
         if spec.data.has_images:
