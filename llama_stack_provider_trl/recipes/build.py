@@ -49,7 +49,13 @@ from .model.loading import (
 from .model.packing_check import check_isolation
 from .model.positions import check_length, positions_of
 from .model.saving import try_exports
-from .preflight import before_training, choose_gradient_sync, memory_of
+from .preflight import (
+    answers_by_freed_blocks,
+    before_training,
+    choose_answer_weights,
+    choose_gradient_sync,
+    memory_of,
+)
 from .reward_templates import lost_by_reward_models
 from .trainer.base import RecipeTrainer
 from .trainer.custom import check_rows_of_jobs, other_version, used_method
@@ -175,6 +181,8 @@ class BuiltTrainer:
             found["metrics_read"] = self.trainer.metrics_read
         if self.trainer.groups_by_length:
             found["group_by_length"] = True
+        if answers_by_freed_blocks(self.trainer.spec):
+            found["answer_weights"] = "kept" if self.trainer.keeps_gathered else "per_token"
         if averaging := self.trainer.spec.train.averaging:
             found["averaging"] = {"workers": self.trainer.workers.count, **averaging.model_dump()}
             if self.trainer.spec.data.group_by_length:
@@ -273,6 +281,7 @@ def build_trainer(
         processing_class=tokenizer,
         peft_config=None if policy.continued else policy.adapters,
     )
+    trainer.keeps_gathered = choose_answer_weights(spec, memory)
     return BuiltTrainer(trainer, data, policy, memory, head_kernels, padding_free, prompts.ids, merged)
 
 

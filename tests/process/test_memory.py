@@ -24,7 +24,7 @@ from llama_stack_provider_trl.recipes.memory.nearest import Capacity, nearest
 from llama_stack_provider_trl.recipes.memory.trace import Batch, trace_model
 from llama_stack_provider_trl.recipes.memory.trace_cache import trace
 from llama_stack_provider_trl.recipes.model.loading import adapter_config, quantize
-from llama_stack_provider_trl.recipes.preflight import check, choose_gradient_sync
+from llama_stack_provider_trl.recipes.preflight import check, choose_answer_weights, choose_gradient_sync
 from llama_stack_provider_trl.requests.bodies import SupervisedFineTuneRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.resolve import resolve
@@ -37,7 +37,7 @@ from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.process.peaks import most
 from tests.required import in_full
 from tests.tiny import CACHE, REPOSITORY, _cached, tiny_model
-from tests.training import LORA, dataset, job_spec
+from tests.training import LORA, SAMPLES, dataset, job_spec
 
 pytestmark = pytest.mark.process
 
@@ -369,6 +369,20 @@ def test_a_recipe_fits_the_gpus_that_it_names(name: str, tmp_path: Path) -> None
     spec, limit, max_ranks = recipe(name, tmp_path)
     batch = Batch(spec.data.batch_size, spec.data.max_seq_length)
     found = check(spec, batch, "cuda", Capacity(limit, 32 * GIB, max_ranks))
+def test_blocks_stay_gathered_for_answers_where_the_whole_model_fits(tmp_path: Path) -> None:
+    model, batch = shaped(8, hidden_size=512, intermediate_size=2048), Batch(1, 16)
+    spec = job_spec(tmp_path, model, ranks=4, sharding=ShardingSpec(), samples=SAMPLES)
+    whole = estimate(spec.changed(sharding=ShardingSpec(strategy="SHARD_GRAD_OP")), batch, "cuda")
+    needed = (whole.total - whole.gradients) * nearest_jobs.MARGIN
+    for limit, expected in ((needed + 10, "kept"), (needed - 10, "per_token")):
+        verdict = check(spec, batch, "cuda", Capacity(int(limit)))
+        assert verdict["answer_weights"] == expected
+        assert choose_answer_weights(spec, verdict) is (expected == "kept")
+    assert not choose_answer_weights(spec, None)
+    for change in ({"samples": None}, {"sharding": NO_SHARD}, {"sharding": ShardingSpec(strategy="SHARD_GRAD_OP")}):
+        assert "answer_weights" not in check(spec.changed(**change), batch, "cuda", Capacity(int(needed)))
+
+
     assert found["fits"], found["message"]
     assert found["devices"] == found["ranks_per_machine"] == max_ranks
     assert 0 < found["machine_bytes"] < 32 * GIB == found["machine_limit_bytes"]

@@ -22,7 +22,7 @@ from trl.trainer.utils import disable_dropout_in_model
 
 from ... import faults
 from ...specs.job import JobSpec
-from ..model.fsdp import is_sharded, reshard
+from ..model.fsdp import answering, is_sharded
 from ..model.generation import Sampler, Sampling, answer_ends, answer_ids
 from .pairs import PaddedPairs, set_adapter_dropout
 from .samples import undisturbed
@@ -166,7 +166,8 @@ class AnswersPrompts(ScoresReference):
         model, count = self.accelerator.unwrap_model(self.model), self.spec.sequences_per_row
         seeds = self._seeds(rows)
         repeated = [prompt for prompt in prompts for _ in range(count)]
-        with undisturbed(model, self.args.device), self._precision(), self._alive_at_each_forward(model):
+        gathered = answering(model, keeps_gathered=self.keeps_gathered) if sharded else nullcontext()
+        with undisturbed(model, self.args.device), self._precision(), self._alive_at_each_forward(model), gathered:
             answers = answer_ids(
                 model,
                 repeated or [self._filler],
@@ -182,8 +183,6 @@ class AnswersPrompts(ScoresReference):
                 device=self.args.device,
                 synced=sharded,
             )
-            if sharded:
-                reshard(model)
         return answers if repeated else []
 
     def _seeds(self, rows: list[int]) -> list[str]:
