@@ -26,11 +26,12 @@ from .data.prepared import Preparation
 from .data.prompts import encode_prompts
 from .data.sampling import BatchPlan
 from .distributed import ranks
+from .fast.attention import limit_accumulators
 from .fast.mlp import tile_mlp
 from .fast.model import use_rows
 from .fast.smaller_batches import in_parts
 from .fast.support import with_batches
-from .micro_steps import MicroBatches, merge_micro_steps
+from .micro_steps import MicroBatches, fix_order, merge_micro_steps
 from .model.adapters import DEFAULT, continued, continues, has_reference_adapter
 from .model.attention import passes_padding_mask, set_attention
 from .model.checked import check_models
@@ -129,6 +130,8 @@ class BuiltTrainer:
     """Token ids of the prompts of `samples`; empty: the job has none."""
     merged: MicroBatches
     """Its micro steps."""
+    repeats: str
+    """Whether the same job has the same bits again, and why not."""
 
     @property
     def passes_mask(self) -> bool:
@@ -155,6 +158,7 @@ class BuiltTrainer:
             "head_kernels": self.head_kernels,
             **self._gradients_of_head,
             "mlp_tiles": policy.mlp_tiles,
+            "repeats": self.repeats,
             "weights_dtype": str(model.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "dataloader_num_workers": self.trainer.args.dataloader_num_workers,
@@ -177,12 +181,12 @@ class BuiltTrainer:
             found["grading_models"] = grading
         if self.trainer.gradient_sync is not None:
             found["gradient_sync"] = self.trainer.gradient_sync
+        if answers_by_freed_blocks(self.trainer.spec):
+            found["answer_weights"] = "kept" if self.trainer.keeps_gathered else "per_token"
         if self.trainer.metrics_read is not None:
             found["metrics_read"] = self.trainer.metrics_read
         if self.trainer.groups_by_length:
             found["group_by_length"] = True
-        if answers_by_freed_blocks(self.trainer.spec):
-            found["answer_weights"] = "kept" if self.trainer.keeps_gathered else "per_token"
         if averaging := self.trainer.spec.train.averaging:
             found["averaging"] = {"workers": self.trainer.workers.count, **averaging.model_dump()}
             if self.trainer.spec.data.group_by_length:
@@ -257,6 +261,9 @@ def build_trainer(
         trained_batch_size,
     )
     spec, batch_plan = merged.spec, merged.batch_plan
+    spec, repeats = fix_order(
+        spec, batch_plan, data.train, device.type, partial(memory_of, spec, device), data.mixed.mixture
+    )
     memory = before_training(
         spec, batch_plan, data.train, device, writer, requested, data.mixed.mixture, merged.unmerged
     )
@@ -282,7 +289,7 @@ def build_trainer(
         peft_config=None if policy.continued else policy.adapters,
     )
     trainer.keeps_gathered = choose_answer_weights(spec, memory)
-    return BuiltTrainer(trainer, data, policy, memory, head_kernels, padding_free, prompts.ids, merged)
+    return BuiltTrainer(trainer, data, policy, memory, head_kernels, padding_free, prompts.ids, merged, repeats)
 
 
 def load_data(
@@ -340,6 +347,7 @@ def load_policy(spec: JobSpec, device: torch.device, warn: Callable[[str], None]
     set_attention(spec, model)
     if spec.compute.padding_free:
         use_rows(model, device.type)
+        limit_accumulators(spec.compute.accumulator_bytes)
     mlp_tiles = tile_mlp(model, spec, device.type)
     check_length(model, spec.data.max_seq_length)
     if spec.data.packed and not spec.compute.padding_free and (spec.uses_flash_kernels or has_placeholders(model)):

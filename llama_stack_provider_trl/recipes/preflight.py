@@ -38,9 +38,9 @@ from .memory.messages import gib, misfit
 from .memory.nearest import Capacity, batch_fields, nearest
 from .memory.trace import Batch
 from .memory.trace_cache import trace
-from .micro_steps import MicroBatches, StepPlan, merge_micro_steps, plan_steps, with_groups
+from .micro_steps import MicroBatches, StepPlan, fix_order, merge_micro_steps, plan_steps, with_groups
 from .model.checked import check_models
-from .model.fsdp import accumulates_shards, keeps_whole_gradients, ranks_per_machine
+from .model.fsdp import accumulates_shards, frees_blocks, keeps_whole_gradients, ranks_per_machine
 from .model.loading import load_job_tokenizer, load_teacher_tokenizer, vocabulary_size
 from .model.positions import positions_of, within_positions
 from .model.saving import try_exports
@@ -258,11 +258,14 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
         spec, batch_plan, prepared.dataset, request.device, lambda: (capacity, capacity.device), prepared.mixture
     )
     spec, batch_plan = merged.spec, merged.batch_plan
+    spec, repeats = fix_order(
+        spec, batch_plan, prepared.dataset, request.device, lambda: (capacity, capacity.device), prepared.mixture
+    )
     planned = plan_steps(spec, row_lengths(prepared.dataset), batch_plan, prepared.mixture)
     warmup = problem_of_warmup(spec.train.optimizer, planned.total_steps)
     padded = problem_of_padding(requested, row_lengths(prepared.dataset))
     planned = replace(planned, batch=with_groups(planned.batch, spec, prepared.dataset, prepared.mixture))
-    memory = check(spec, planned.batch, request.device, capacity, requested)
+    memory = check(spec, planned.batch, request.device, capacity, requested) | {"repeats": repeats}
     if spec.data.has_images:
         notes.append("the estimate of memory leaves out what the vision part of the model takes for images")
     disk = _disk(spec, planned, request)

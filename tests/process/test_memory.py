@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from datasets import Dataset
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from llama_stack_provider_trl.recipes import preflight
+from llama_stack_provider_trl.recipes.build import load_policy
+from llama_stack_provider_trl.recipes.data.sampling import BatchPlan
+from llama_stack_provider_trl.recipes.fast import attention
 from llama_stack_provider_trl.recipes.fast.model import use_rows
 from llama_stack_provider_trl.recipes.memory import estimate as estimates
 from llama_stack_provider_trl.recipes.memory import nearest as nearest_jobs
@@ -23,6 +28,7 @@ from llama_stack_provider_trl.recipes.memory.estimate import MemoryEstimate, _Pl
 from llama_stack_provider_trl.recipes.memory.nearest import Capacity, nearest
 from llama_stack_provider_trl.recipes.memory.trace import Batch, trace_model
 from llama_stack_provider_trl.recipes.memory.trace_cache import trace
+from llama_stack_provider_trl.recipes.micro_steps import fix_order
 from llama_stack_provider_trl.recipes.model.loading import adapter_config, quantize
 from llama_stack_provider_trl.recipes.preflight import check, choose_answer_weights, choose_gradient_sync
 from llama_stack_provider_trl.requests.bodies import SupervisedFineTuneRequest
@@ -216,6 +222,38 @@ def test_flash_attention_counts_what_it_adds_up_in_a_fixed_order(
     assert found == [40 * sums, 40 * sums, 0, 0, 0]
 
 
+def test_long_rows_add_in_a_fixed_order_where_the_device_has_the_memory_for_it(tmp_path: Path) -> None:
+    model = shaped(2, hidden_size=4096, num_attention_heads=32)
+    spec = job_spec(tmp_path, model, batch_size=2, max_seq_length=8192, dtype="bf16")
+    rows = [
+        Dataset.from_list([{"input_ids": [1] * n, "labels": [1] * n} for n in sizes])
+        for sizes in ((7001, 6001), (9, 8))
+    ]
+    plan = BatchPlan.of_job(spec)
+
+    def fixed(total: int, dataset: Dataset = rows[0], device: str = "cuda", **changes: Any) -> tuple[int | None, str]:
+        job, repeats = fix_order(spec.changed(**changes), plan, dataset, device, lambda: (Capacity(1), total))
+        return job.compute.accumulator_bytes, repeats
+
+    together, alone = 3 * 4 * (13000 + 256) * 4096, 5 * 4 * (7000 + 128) * 4096  # of 160 multiprocessors, 32 heads
+    assert fixed(1 << 60) == (together, "bit for bit")  # whatever is free at the moment
+    batch = Batch(2, 7001, ((0, (7000,)), (0, (6000,))), 13000)
+    counted = {limit: estimate(spec.changed(accumulator_bytes=limit), batch, "cuda") for limit in (together, alone)}
+    assert counted[together].activations - counted[alone].activations == together - alone
+    needed = {limit: int(memory.total * nearest_jobs.MARGIN) + 1 for limit, memory in counted.items()}
+    assert fixed(needed[together]) == (together, "bit for bit")
+    assert fixed(needed[together] - 2) == (alone, "bit for bit")
+    too_much = "up to rounding: attention would take 0.54 GiB to add in a fixed order, "
+    assert fixed(needed[alone] - 2) == (None, too_much + "which its device does not have")
+    assert fixed(1 << 60, preflight="off") == (None, too_much + "and the memory of the job is not estimated")
+    assert fixed(1, rows[1]) == fixed(1, device="cpu") == (None, "bit for bit")
+    for changes in ({"dtype": "fp32"}, {"padding_free": False}):
+        assert fixed(1 << 60, **changes)[1].startswith("up to rounding: ")
+    for limit in (together, None):
+        load_policy(job_spec(tmp_path, tiny_model()).changed(accumulator_bytes=limit), torch.device("cpu"))
+        assert attention._limit == [limit or attention.LARGEST_ACCUMULATORS]
+
+
 def test_step_checkpoints_are_copied_to_cpu_memory_which_is_the_device_on_a_cpu(tmp_path: Path) -> None:
     model, batch = shaped(2), Batch(4, 64)
     parameters = trace(job_spec(tmp_path, model), batch, "cpu").trainable
@@ -331,6 +369,20 @@ def test_whole_gradients_on_sharded_ranks_are_counted_and_chosen_where_they_fit(
     assert "gradient_sync" not in check(of("auto", gradient_accumulation_steps=1), batch, "cuda", Capacity(enough))
 
 
+def test_blocks_stay_gathered_for_answers_where_the_whole_model_fits(tmp_path: Path) -> None:
+    model, batch = shaped(8, hidden_size=512, intermediate_size=2048), Batch(1, 16)
+    spec = job_spec(tmp_path, model, ranks=4, sharding=ShardingSpec(), samples=SAMPLES)
+    whole = estimate(spec.changed(sharding=ShardingSpec(strategy="SHARD_GRAD_OP")), batch, "cuda")
+    needed = (whole.total - whole.gradients) * nearest_jobs.MARGIN
+    for limit, expected in ((needed + 10, "kept"), (needed - 10, "per_token")):
+        verdict = check(spec, batch, "cuda", Capacity(int(limit)))
+        assert verdict["answer_weights"] == expected
+        assert choose_answer_weights(spec, verdict) is (expected == "kept")
+    assert not choose_answer_weights(spec, None)
+    for change in ({"samples": None}, {"sharding": NO_SHARD}, {"sharding": ShardingSpec(strategy="SHARD_GRAD_OP")}):
+        assert "answer_weights" not in check(spec.changed(**change), batch, "cuda", Capacity(int(needed)))
+
+
 def recipe(name: str, root: Path, **changes: Any) -> tuple[JobSpec, int, int]:
     """The job of a recipe on as many GPUs as it is for, their memory, and their number."""
     text = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
@@ -369,20 +421,6 @@ def test_a_recipe_fits_the_gpus_that_it_names(name: str, tmp_path: Path) -> None
     spec, limit, max_ranks = recipe(name, tmp_path)
     batch = Batch(spec.data.batch_size, spec.data.max_seq_length)
     found = check(spec, batch, "cuda", Capacity(limit, 32 * GIB, max_ranks))
-def test_blocks_stay_gathered_for_answers_where_the_whole_model_fits(tmp_path: Path) -> None:
-    model, batch = shaped(8, hidden_size=512, intermediate_size=2048), Batch(1, 16)
-    spec = job_spec(tmp_path, model, ranks=4, sharding=ShardingSpec(), samples=SAMPLES)
-    whole = estimate(spec.changed(sharding=ShardingSpec(strategy="SHARD_GRAD_OP")), batch, "cuda")
-    needed = (whole.total - whole.gradients) * nearest_jobs.MARGIN
-    for limit, expected in ((needed + 10, "kept"), (needed - 10, "per_token")):
-        verdict = check(spec, batch, "cuda", Capacity(int(limit)))
-        assert verdict["answer_weights"] == expected
-        assert choose_answer_weights(spec, verdict) is (expected == "kept")
-    assert not choose_answer_weights(spec, None)
-    for change in ({"samples": None}, {"sharding": NO_SHARD}, {"sharding": ShardingSpec(strategy="SHARD_GRAD_OP")}):
-        assert "answer_weights" not in check(spec.changed(**change), batch, "cuda", Capacity(int(needed)))
-
-
     assert found["fits"], found["message"]
     assert found["devices"] == found["ranks_per_machine"] == max_ranks
     assert 0 < found["machine_bytes"] < 32 * GIB == found["machine_limit_bytes"]

@@ -14,7 +14,7 @@ from ...specs.memory import MemoryEstimate
 from ...specs.model_source import ModelSource
 from ...specs.optimizer_state import moment_bytes
 from ...specs.rewards import RewardModel
-from ..fast.attention import accumulator_bytes
+from ..fast.attention import LARGEST_HEAD, accumulator_bytes, fixed_order_bytes
 from ..fast.layout import Layout
 from ..model.configs import invalid_model
 from ..model.fsdp import keeps_whole_gradients, num_shards, ranks_per_machine
@@ -338,13 +338,35 @@ def flash_bytes(spec: JobSpec, batch: Batch, kind: str) -> int:
     """
     if kind != "cuda" or spec.compute.dtype == "fp32" or not spec.compute.padding_free:
         return 0
+    call = _flash_call(spec, batch)
+    return accumulator_bytes(*call, spec.compute.accumulator_bytes) if call else 0
+
+
+def fixed_order_limits(spec: JobSpec, batch: Batch, kind: str) -> list[int]:
+    """Bytes, the most first, with which each attention of a job adds in a fixed order: where one call computes the rows
+    of a batch, and where each row has one. Empty: its attention is not by such calls.
+
+    Raises:
+        JobFailure: invalid_model.
+    """
+    call = _flash_call(spec, batch) if flash_bytes(spec, batch, kind) else None
+    config: Any = load_config(spec.source).get_text_config()
+    if call is None or call[2] > LARGEST_HEAD or getattr(config, "v_head_dim", None):
+        return []
+    together, alone = fixed_order_bytes(*call)
+    # A call for each row would need masks for a window: one call computes them, whatever it takes.
+    return [together] if getattr(config, "sliding_window", None) or alone == together else [together, alone]
+
+
+def _flash_call(spec: JobSpec, batch: Batch) -> tuple[list[int], int, int] | None:
+    """Tokens of each row of a batch, heads, and their size; None: the model has no attention."""
     config: Any = load_config(spec.source).get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int) or heads < 1:
-        return 0  # it has no attention
+        return None
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     groups = batch.groups or ((0, (batch.tokens,)),) * batch.sequences
-    return accumulator_bytes(Layout(groups).sizes(), heads, head_size)
+    return Layout(groups).sizes(), heads, head_size
 
 
 def reward_sizes(spec: JobSpec) -> list[int]:
