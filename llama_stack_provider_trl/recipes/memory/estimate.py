@@ -238,9 +238,7 @@ class _Placed:
             gradients += model.trainable * 4  # DDP's buckets
         if self.shards > 1:
             gradients /= 1 if self.whole_gradients else self.shards
-            blocks = model.blocks if spec.sharding and spec.sharding.strategy == "SHARD_GRAD_OP" else 2
-            trained = 0 if spec.lora else model.block
-            gathered = self._gathered(model, blocks) + trained * (self.compute + 4)
+            gathered = self._gathered(model)
         reference, resting = (0, 0) if self.reference is None or precomputes(spec) else self._reference()
         if self.offload:
             at_rest = weights + optimizer + model.trainable * 4 // self.shards + resting
@@ -287,12 +285,32 @@ class _Placed:
         part = self.part(self.reference)
         if self.shards == 1:
             return part + self.mapped(self.reference), 0
-        gathered = self._gathered(self.reference, 2)
+        head, block = self.reference.head, self.reference.block
+        inputs = (
+            self.reference.embeddings - head
+        )  # its head stays gathered while it scores, and the input embeddings do not
+        gathered = self.compute * (head + max(head + block, 3 * block, 2 * inputs))
         return (gathered, part) if self.offload else (part + gathered, 0)
 
-    def _gathered(self, model: Traced, blocks: int) -> int:
-        """Gathered bytes of a sharded model: embeddings, `blocks` blocks, and the head, which TRL gathers in fp32."""
-        return (model.embeddings + blocks * model.block) * self.compute + model.head * 4
+    def _gathered(self, model: Traced) -> int:
+        """Bytes that a rank holds whole at a time of a sharded model, with the gradients that it reduces.
+
+        FSDP2 gathers a unit into a buffer and copies it out, and keeps the buffer of the unit before until then: three
+        units in the forward pass. In the backward pass there are two, that at hand and the next one's buffer, with the
+        gradients of one in the dtype of the computation and those of the one before in fp32, which are being summed.
+        tests/process/test_memory.py compares this with torch's FSDPMemTracker.
+        """
+        compute, block, head = self.compute, model.block, model.head
+        inputs = model.embeddings - head
+        is_kept = self.spec.sharding is not None and self.spec.sharding.strategy == "SHARD_GRAD_OP"
+        reduced = 0 if self.spec.lora else compute * block + 4 * max(block, head if inputs else 0)
+        if is_kept:
+            return compute * (model.blocks * block + model.embeddings) + max(compute * (head + block), reduced)
+        tied = 0 if inputs else compute * head  # gathered throughout the step
+        forward = max(compute * (2 * head + block), tied + compute * 3 * block)
+        backward = tied + compute * 2 * block + reduced
+        last = 2 * compute * inputs + (0 if self.spec.lora else 4 * block)
+        return max(forward, backward, last)
 
 
 def _vllm_bytes(spec: JobSpec, model: Traced, kind: str) -> tuple[int, int]:
