@@ -143,7 +143,7 @@ class BuiltTrainer:
 
     @property
     def _gradients_of_head(self) -> dict[str, str]:
-        if not self.trainer.head_outputs:
+        if not self.trainer.head_outputs and not self.trainer.spec.compute.padding_free:
             return {"head_gradients": "not used: the method has a head of its own"}
         return {"head_gradients": gradients_of_head(self.trainer.spec, self.trainer.args.device.type)}
 

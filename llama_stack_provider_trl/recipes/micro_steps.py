@@ -12,12 +12,12 @@ import torch
 from datasets import Dataset
 
 from ..specs.job import JobSpec
-from .data.lengths import row_lengths
+from .data.lengths import list_lengths, row_lengths
 from .data.mixture import Mixture
 from .data.sampling import BatchPlan, epoch_of_job
 from .distributed import ranks
 from .fast.attention import LARGEST_ACCUMULATORS
-from .fast.batches import largest_groups
+from .fast.batches import first_largest, largest_groups
 from .fast.larger_batches import larger_plans, why_separate
 from .memory.estimate import estimate, fixed_order_limits
 from .memory.messages import gib
@@ -78,6 +78,13 @@ def with_groups(batch: Batch, spec: JobSpec, dataset: Dataset, mixture: Mixture 
     """A job's largest batch, where it is in one sequence with the rows that have the most tokens together."""
     if not spec.compute.padding_free:
         return batch
+    if (answer := spec.method.answer_tokens) is not None:
+        prompts = list_lengths(dataset, "prompt_ids")
+        largest = prompts[first_largest(prompts, batch.sequences // spec.sequences_per_row)].tolist()
+        most = spec.data.max_seq_length - answer
+        answers = (answer - 1,) * spec.sequences_per_row  # the last token predicts nothing
+        groups = tuple((min(prompt, most), answers) for prompt in largest)
+        return replace(batch, groups=groups, scored=len(groups) * answer * len(answers))
     rows = batch.sequences // (2 if spec.has_pairs else 1)
     groups, scored = largest_groups(dataset, rows, mixture.most_repeats if mixture else 1)
     return replace(batch, groups=groups, scored=scored)

@@ -18,6 +18,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from llama_stack_provider_trl.recipes import preflight
 from llama_stack_provider_trl.recipes.build import load_policy
+from llama_stack_provider_trl.recipes.data.lengths import row_lengths
 from llama_stack_provider_trl.recipes.data.sampling import BatchPlan
 from llama_stack_provider_trl.recipes.fast import attention
 from llama_stack_provider_trl.recipes.fast.model import use_rows
@@ -28,7 +29,7 @@ from llama_stack_provider_trl.recipes.memory.estimate import MemoryEstimate, _Pl
 from llama_stack_provider_trl.recipes.memory.nearest import Capacity, nearest
 from llama_stack_provider_trl.recipes.memory.trace import Batch, trace_model
 from llama_stack_provider_trl.recipes.memory.trace_cache import trace
-from llama_stack_provider_trl.recipes.micro_steps import fix_order
+from llama_stack_provider_trl.recipes.micro_steps import fix_order, plan_steps, with_groups
 from llama_stack_provider_trl.recipes.model.loading import adapter_config, quantize
 from llama_stack_provider_trl.recipes.preflight import check, choose_answer_weights, choose_gradient_sync
 from llama_stack_provider_trl.requests.bodies import SupervisedFineTuneRequest
@@ -367,6 +368,20 @@ def test_whole_gradients_on_sharded_ranks_are_counted_and_chosen_where_they_fit(
     assert found["nearest"]["changes"] == {"provider_options.gradient_sync": "micro_step"}
     assert choose_gradient_sync(of("auto"), None).train.gradient_sync == "micro_step"
     assert "gradient_sync" not in check(of("auto", gradient_accumulation_steps=1), batch, "cuda", Capacity(enough))
+
+
+def test_a_prompt_of_grpo_is_trained_once_and_read_for_each_answer(tmp_path: Path) -> None:
+    rewards = (RewardSource(name="a", check=AnswerCheck(type="regex", pattern="a")),)
+    method = GrpoSpec(rewards=rewards, num_generations=16, max_completion_length=16)
+    spec = job_spec(tmp_path, shaped(2), "grpo", method=method, batch_size=2, dtype="fp32", gradient_checkpointing=True)
+    rows = Dataset.from_list([{"prompt_ids": [1] * size, "row": [size]} for size in (900, 10, 500)])
+    batch = with_groups(plan_steps(spec, row_lengths(rows)).batch, spec, rows, None)
+    assert batch == Batch(32, 916, ((900, (15,) * 16), (500, (15,) * 16)), 512)
+    of_answers = (2 * 2 * 64 + 4 * 64 + 3 * 128) * 32 * 916 * 4  # two layers, 64 wide, with networks of 128
+    found = estimate(spec, batch, "cuda")
+    assert (found.activations, found.logits) == (of_answers, 32 * 1024 * 8)
+    padded = estimate(spec.changed(padding_free=False), batch, "cuda")
+    assert padded.total > found.total
 
 
 @pytest.mark.parametrize(

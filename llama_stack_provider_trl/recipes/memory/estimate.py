@@ -84,6 +84,9 @@ def estimate(spec: JobSpec, batch: Batch, device: str, baseline: int = 0) -> Mem
     moments = [placed.at(window) for window in model.windows]
     if model.reference_scoring is not None:
         moments.append(placed.reference_scoring(model.reference_scoring))
+    if spec.method.answer_tokens is not None and spec.method.answered_by_vllm is None and spec.compute.padding_free:
+        # Padded batches of the step itself take more.
+        moments.append(placed.at(_answering(spec, batch)))
     peak = max(moments, key=lambda memory: memory.total)
     used = peak.total
     if kind == "cpu":
@@ -311,6 +314,19 @@ class _Placed:
         backward = tied + compute * 2 * block + reduced
         last = 2 * compute * inputs + (0 if self.spec.lora else 4 * block)
         return max(forward, backward, last)
+
+
+def _answering(spec: JobSpec, batch: Batch) -> Window:
+    """The memory while prompts are answered: keys and values of all tokens, the networks of a block, which read each
+    prompt as often as it is answered, and the logits of a token with a copy in fp32."""
+    config: Any = load_config(spec.source).get_text_config()
+    tokens, compute = batch.sequences * batch.tokens, 4 if spec.compute.dtype == "fp32" else 2
+    heads = config.num_attention_heads  # batches without padding are those of attention
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    width = 2 * size * (getattr(config, "num_key_value_heads", None) or heads)
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    cached, block = config.num_hidden_layers * width * tokens, (4 * config.hidden_size + 3 * inner) * tokens
+    return Window((cached + block) * compute, batch.sequences * config.vocab_size * (compute + 4), 0)
 
 
 def _vllm_bytes(spec: JobSpec, model: Traced, kind: str) -> tuple[int, int]:

@@ -108,7 +108,7 @@ class AnswersPrompts(ScoresReference):
         if spec.method.answer_tokens is None:
             raise AssertionError("a method that answers no prompts")
         self._sampling, self._most = sampling, spec.method.answer_tokens
-        self._batches = PaddedPairs(spec)
+        self._batches: Any = PaddedPairs(spec)
         super().__init__(
             spec=spec,
             model=as_policy(spec, model, processing_class, peft_config),
@@ -167,7 +167,13 @@ class AnswersPrompts(ScoresReference):
         seeds = self._seeds(rows)
         repeated = [prompt for prompt in prompts for _ in range(count)]
         gathered = answering(model, keeps_gathered=self.keeps_gathered) if sharded else nullcontext()
-        with undisturbed(model, self.args.device), self._precision(), self._alive_at_each_forward(model), gathered:
+        with (
+            undisturbed(model, self.args.device),
+            self._precision(),
+            self._alive_at_each_forward(model),
+            self._padding_masked(model),
+            gathered,
+        ):
             answers = answer_ids(
                 model,
                 repeated or [self._filler],
@@ -202,6 +208,19 @@ class AnswersPrompts(ScoresReference):
         finally:
             hook.remove()
 
+    @contextmanager
+    def _padding_masked(self, model: Any) -> Iterator[None]:
+        """While this is open, attention takes the mask of shorter prompts, which that of rows in one sequence lacks."""
+        own = model.config._attn_implementation
+        if not self.spec.compute.padding_free:
+            yield
+            return
+        model.set_attn_implementation("sdpa")
+        try:
+            yield
+        finally:
+            model.set_attn_implementation(own)
+
     @property
     def _filler(self) -> list[int]:
         """What a rank without prompts computes with."""
@@ -221,7 +240,8 @@ class AnswersPrompts(ScoresReference):
     def _count_tokens(self, inputs: dict[str, torch.Tensor], mask: torch.Tensor) -> None:
         """Count the tokens that were trained on, of all ranks. A collective."""
         is_real = mask.any(dim=1)
-        self.add_tokens(self.accelerator.reduce((inputs["attention_mask"].sum(dim=1) * is_real).sum()))
+        tokens = inputs["row_tokens"] if "row_tokens" in inputs else inputs["attention_mask"].sum(dim=1)
+        self.add_tokens(self.accelerator.reduce((tokens * is_real).sum()))
 
     @property
     def _parts(self) -> int:
