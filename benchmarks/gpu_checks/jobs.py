@@ -60,6 +60,8 @@ class Outcome:
     """sha256 over the safetensors files of `final`."""
     attention: str = ""
     """The implementation of attention that the model trained with."""
+    repeats: str = ""
+    """Whether the same job has the same bits again, by its record."""
     metrics_read: str = ""
     """When the metrics of a step were read; empty: in their step, as the job requested."""
     verified: str = ""
@@ -317,6 +319,7 @@ def outcome(run_dir: Path, seconds: float, exit_code: int | None, problem: str, 
         checkpoints=tuple(str(event.path) for event in saved if event.kind == "step"),
         weights=digest(final.path) if final else "",
         attention=str(prepared.effective.get("attention", "")) if prepared else "",
+        repeats=str(prepared.effective.get("repeats", "")) if prepared else "",
         metrics_read=str(prepared.effective.get("metrics_read", "")) if prepared else "",
         verified=str(final.verified or "") if final else "",
         logits_difference=final.logits_difference if final else None,

@@ -27,12 +27,13 @@ from .data.prompts import encode_prompts
 from .data.sampling import BatchPlan
 from .distributed import ranks
 from .distributed.workers import Workers
+from .fast.attention import limit_accumulators
 from .fast.context_parallel import attend_across_ranks
 from .fast.mlp import tile_mlp
 from .fast.model import use_rows
 from .fast.smaller_batches import in_parts
 from .fast.support import with_batches
-from .micro_steps import MicroBatches, merge_micro_steps
+from .micro_steps import MicroBatches, fix_order, merge_micro_steps
 from .model.adapters import DEFAULT, continued, continues, has_reference_adapter
 from .model.attention import passes_padding_mask, set_attention
 from .model.checked import check_models
@@ -51,7 +52,13 @@ from .model.loading import (
 from .model.packing_check import check_isolation
 from .model.positions import check_length, positions_of
 from .model.saving import try_exports
-from .preflight import before_training, choose_gradient_sync, memory_of
+from .preflight import (
+    answers_by_freed_blocks,
+    before_training,
+    choose_answer_weights,
+    choose_gradient_sync,
+    memory_of,
+)
 from .reward_templates import lost_by_reward_models
 from .trainer.base import RecipeTrainer
 from .trainer.custom import check_rows_of_jobs, other_version, used_method
@@ -125,6 +132,8 @@ class BuiltTrainer:
     """Token ids of the prompts of `samples`; empty: the job has none."""
     merged: MicroBatches
     """Its micro steps."""
+    repeats: str
+    """Whether the same job has the same bits again, and why not."""
 
     @property
     def passes_mask(self) -> bool:
@@ -136,7 +145,7 @@ class BuiltTrainer:
 
     @property
     def _gradients_of_head(self) -> dict[str, str]:
-        if not self.trainer.head_outputs:
+        if not self.trainer.head_outputs and not self.trainer.spec.compute.padding_free:
             return {"head_gradients": "not used: the method has a head of its own"}
         config = self.policy.model.config.get_text_config()
         capped = getattr(config, "final_logit_softcapping", None) is not None
@@ -153,6 +162,7 @@ class BuiltTrainer:
             "head_kernels": self.head_kernels,
             **self._gradients_of_head,
             "mlp_tiles": policy.mlp_tiles,
+            "repeats": self.repeats,
             "weights_dtype": str(model.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "dataloader_num_workers": self.trainer.args.dataloader_num_workers,
@@ -175,6 +185,8 @@ class BuiltTrainer:
             found["grading_models"] = grading
         if self.trainer.gradient_sync is not None:
             found["gradient_sync"] = self.trainer.gradient_sync
+        if answers_by_freed_blocks(self.trainer.spec):
+            found["answer_weights"] = "kept" if self.trainer.keeps_gathered else "per_token"
         if self.trainer.metrics_read is not None:
             found["metrics_read"] = self.trainer.metrics_read
         if self.trainer.groups_by_length:
@@ -253,6 +265,9 @@ def build_trainer(
         trained_batch_size,
     )
     spec, batch_plan = merged.spec, merged.batch_plan
+    spec, repeats = fix_order(
+        spec, batch_plan, data.train, device.type, partial(memory_of, spec, device), data.mixed.mixture
+    )
     memory = before_training(
         spec, batch_plan, data.train, device, writer, requested, data.mixed.mixture, merged.unmerged
     )
@@ -277,7 +292,8 @@ def build_trainer(
         processing_class=tokenizer,
         peft_config=None if policy.continued else policy.adapters,
     )
-    return BuiltTrainer(trainer, data, policy, memory, head_kernels, padding_free, prompts.ids, merged)
+    trainer.keeps_gathered = choose_answer_weights(spec, memory)
+    return BuiltTrainer(trainer, data, policy, memory, head_kernels, padding_free, prompts.ids, merged, repeats)
 
 
 def load_data(
@@ -327,6 +343,7 @@ def load_policy(spec: JobSpec, device: torch.device, warn: Callable[[str], None]
     set_attention(spec, model)
     if spec.compute.padding_free:
         use_rows(model, device.type)
+        limit_accumulators(spec.compute.accumulator_bytes)
     if spec.context_parallel_size > 1:
         attend_across_ranks(model, Workers(spec.context_parallel_size).within, spec.context_parallel_size)
     mlp_tiles = tile_mlp(model, spec, device.type)

@@ -1,4 +1,5 @@
-"""The micro steps of a job: how many there are, the largest batch of one, and which are computed together."""
+"""The micro steps of a job: how many there are, the largest batch of one, which are computed together, and whether
+attention adds in a fixed order."""
 
 from __future__ import annotations
 
@@ -11,13 +12,15 @@ import torch
 from datasets import Dataset
 
 from ..specs.job import JobSpec
-from .data.lengths import row_lengths
+from .data.lengths import list_lengths, row_lengths
 from .data.mixture import Mixture
 from .data.sampling import BatchPlan, epoch_of_job
 from .distributed import ranks
-from .fast.batches import largest_groups
+from .fast.attention import LARGEST_ACCUMULATORS
+from .fast.batches import first_largest, largest_groups
 from .fast.larger_batches import larger_plans, why_separate
-from .memory.estimate import estimate
+from .memory.estimate import estimate, fixed_order_limits
+from .memory.messages import gib
 from .memory.nearest import Capacity
 from .memory.trace import Batch
 
@@ -75,6 +78,13 @@ def with_groups(batch: Batch, spec: JobSpec, dataset: Dataset, mixture: Mixture 
     """A job's largest batch, where it is in one sequence with the rows that have the most tokens together."""
     if not spec.compute.padding_free:
         return batch
+    if (answer := spec.method.answer_tokens) is not None:
+        prompts = list_lengths(dataset, "prompt_ids")
+        largest = prompts[first_largest(prompts, batch.sequences // spec.sequences_per_row)].tolist()
+        most = spec.data.max_seq_length - answer
+        answers = (answer - 1,) * spec.sequences_per_row  # the last token predicts nothing
+        groups = tuple((min(prompt, most), answers) for prompt in largest)
+        return replace(batch, groups=groups, scored=len(groups) * answer * len(answers))
     rows = batch.sequences // (2 if spec.has_pairs else 1)
     groups, scored = largest_groups(dataset, rows, mixture.most_repeats if mixture else 1)
     return replace(batch, groups=groups, scored=scored)
@@ -181,3 +191,64 @@ def _chosen(
     except Exception:  # `before_training` reports it, where the other ranks wait for no answer
         return -1
     return found if found < len(plans) else -1
+
+
+def fix_order(
+    spec: JobSpec,
+    batch_plan: BatchPlan,
+    dataset: Dataset,
+    device: str,
+    measured: Callable[[], tuple[Capacity, int]],
+    mixture: Mixture | None = None,
+) -> tuple[JobSpec, str]:
+    """Let attention's backward pass take what adding in a fixed order takes for the longest rows, where the memory
+    estimate fits with it. A collective: rank 0's estimate decides, by the device's whole memory, so that a later
+    attempt decides the same.
+
+    Args:
+        spec: with the micro batches that it trains.
+        measured: as of `merge_micro_steps`.
+
+    Returns:
+        The job, and for its record whether the same job has the same bits again.
+    """
+    if device == "cpu":
+        return spec, "bit for bit"
+    if device != "cuda" or spec.compute.dtype == "fp32" or not spec.compute.padding_free:
+        why = "padding_free is not used" if not spec.compute.padding_free else f"{spec.compute.dtype} on {device}"
+        return spec, f"up to rounding: {why}, and attention adds in an order of its own"
+    batch = with_groups(plan_steps(spec, row_lengths(dataset), batch_plan, mixture).batch, spec, dataset, mixture)
+    limits = fixed_order_limits(spec, batch, device)
+    if not limits:
+        return spec, "up to rounding: no kernel for its layers is known to add in a fixed order"
+    larger, allowed = [limit for limit in limits if limit > LARGEST_ACCUMULATORS], 0
+    if not larger:
+        return spec, "bit for bit"
+    if ranks.rank() == 0 and spec.preflight != "off":
+        allowed = _allowed(spec, batch, device, larger, measured)
+    allowed = ranks.broadcast_number(allowed)
+    if allowed:
+        spec = spec.changed(accumulator_bytes=allowed)
+    if max(allowed, LARGEST_ACCUMULATORS) >= limits[-1]:
+        return spec, "bit for bit"
+    why = "and the memory of the job is not estimated" if spec.preflight == "off" else "which its device does not have"
+    return spec, f"up to rounding: attention would take {gib(limits[-1])} to add in a fixed order, {why}"
+
+
+def _allowed(
+    spec: JobSpec, batch: Batch, device: str, limits: Sequence[int], measured: Callable[[], tuple[Capacity, int]]
+) -> int:
+    """The first of the limits with which the job fits; 0: it fits with none."""
+    try:
+        capacity, total = measured()
+        whole = replace(capacity, device=total)
+        return next(
+            (
+                limit
+                for limit in limits
+                if whole.holds(estimate(spec.changed(accumulator_bytes=limit), batch, device, capacity.baseline))
+            ),
+            0,
+        )
+    except Exception:  # `before_training` reports it, where the other ranks wait for no answer
+        return 0

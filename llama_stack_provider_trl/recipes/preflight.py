@@ -14,7 +14,7 @@ from datasets import Dataset
 
 from ..errors import JobFailure
 from ..specs.events import EventWriter, Finished, Preflighted, Reason, Warned
-from ..specs.job import AttemptSpec, JobSpec
+from ..specs.job import AttemptSpec, JobSpec, ShardingSpec
 from ..specs.preflight import PreflightSpec
 from ..specs.schedules import problem_of_warmup
 from ..system.files import free_bytes
@@ -38,9 +38,9 @@ from .memory.messages import gib, misfit
 from .memory.nearest import Capacity, batch_fields, nearest
 from .memory.trace import Batch
 from .memory.trace_cache import trace
-from .micro_steps import MicroBatches, StepPlan, merge_micro_steps, plan_steps, with_groups
+from .micro_steps import MicroBatches, StepPlan, fix_order, merge_micro_steps, plan_steps, with_groups
 from .model.checked import check_models
-from .model.fsdp import accumulates_shards, keeps_whole_gradients, ranks_per_machine
+from .model.fsdp import accumulates_shards, frees_blocks, keeps_whole_gradients, ranks_per_machine
 from .model.loading import load_job_tokenizer, load_teacher_tokenizer, vocabulary_size
 from .model.positions import positions_of, within_positions
 from .model.saving import try_exports
@@ -75,7 +75,8 @@ def check(
 ) -> dict[str, Any]:
     """Compare the estimated memory with the capacity. The verdict has the nearest job that fits, if it does not.
 
-    `gradient_sync` auto is decided here: whole gradients where the job fits with them.
+    `gradient_sync` auto is decided here: whole gradients where the job fits with them. So is whether blocks stay
+    gathered while the model answers prompts.
 
     Args:
         requested: the job before its batches were divided (`fast.parts`); None: they were not.
@@ -99,6 +100,8 @@ def check(
     }
     if accumulates_shards(spec):
         verdict["gradient_sync"] = "step" if keeps_whole_gradients(spec) else "micro_step"
+    if answers_by_freed_blocks(spec):
+        verdict["answer_weights"] = "kept" if _holds_gathered(spec, batch, device, capacity) else "per_token"
     if not verdict["fits"]:
         found = nearest(spec, batch, device, capacity)
         if found and requested and requested.data.batch_size != spec.data.batch_size:
@@ -179,6 +182,27 @@ def choose_gradient_sync(spec: JobSpec, verdict: dict[str, Any] | None) -> JobSp
     return spec.changed(gradient_sync="step" if whole else "micro_step")
 
 
+def answers_by_freed_blocks(spec: JobSpec) -> bool:
+    """Whether a model that frees its blocks after each forward answers prompts while it trains."""
+    return frees_blocks(spec) and (spec.method.answer_tokens is not None or spec.train.samples is not None)
+
+
+def _holds_gathered(spec: JobSpec, batch: Batch, device: str, capacity: Capacity) -> bool:
+    """Whether the whole model, gathered, fits beside what ranks hold while it answers. They hold no gradients then;
+    activations of the training step take more than keys and values do."""
+    sharding = (spec.sharding or ShardingSpec()).model_copy(update={"strategy": "SHARD_GRAD_OP"})
+    whole = spec.changed(sharding=sharding)
+    return capacity.device_holds(replace(estimate(whole, batch, device, capacity.baseline), gradients=0))
+
+
+def choose_answer_weights(spec: JobSpec, verdict: dict[str, Any] | None) -> bool:
+    """Whether blocks stay gathered while the model answers prompts: rank 0's choice, by its memory check, and no
+    without one. A collective."""
+    return answers_by_freed_blocks(spec) and bool(
+        ranks.broadcast_number(verdict is not None and verdict.get("answer_weights") == "kept")
+    )
+
+
 def preflight_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
     """Run a preflight: tokenize the rows as the job would, and report instead of training. Raises JobFailure: what
     would prevent the job from starting, such as a missing model; or the preflight itself exceeds its memory limit,
@@ -227,11 +251,14 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
         spec, batch_plan, prepared.dataset, request.device, lambda: (capacity, capacity.device), prepared.mixture
     )
     spec, batch_plan = merged.spec, merged.batch_plan
+    spec, repeats = fix_order(
+        spec, batch_plan, prepared.dataset, request.device, lambda: (capacity, capacity.device), prepared.mixture
+    )
     planned = plan_steps(spec, row_lengths(prepared.dataset), batch_plan, prepared.mixture)
     warmup = problem_of_warmup(spec.train.optimizer, planned.total_steps)
     padded = problem_of_padding(requested, row_lengths(prepared.dataset))
     planned = replace(planned, batch=with_groups(planned.batch, spec, prepared.dataset, prepared.mixture))
-    memory = check(spec, planned.batch, request.device, capacity, requested)
+    memory = check(spec, planned.batch, request.device, capacity, requested) | {"repeats": repeats}
     if spec.data.has_images:
         notes.append("the estimate of memory leaves out what the vision part of the model takes for images")
     disk = _disk(spec, planned, request)

@@ -325,6 +325,9 @@ class ComputeSpec(Frozen):
     tile_mlp: TileMlp = "auto"
     """Whether the feed-forward networks compute long batches in tiles of tokens (`recipes.fast.mlp`). auto: on cuda, in
     jobs whose rows may be long. always: on any device, also where only batches are."""
+    accumulator_bytes: int | None = Field(None, exclude=True)
+    """Bytes that attention's backward pass may take to add in a fixed order, which an attempt decides itself, and
+    writes nowhere (`recipes.micro_steps`); None: `fast.attention.LARGEST_ACCUMULATORS`."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     checkpoint_every: int = Field(1, gt=0)

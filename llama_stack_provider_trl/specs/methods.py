@@ -436,6 +436,6 @@ METHODS: dict[Algorithm, Method] = {
     "custom_rows": Method(
         "a custom method on conversations", "dpo", "sft", (2e-5, 2e-4), ("eval_loss", "eval_mean_token_accuracy")
     ),
-    "grpo": Method("GRPO", "dpo", "prompts", _PREFERENCE_RATES, (), _ANSWERS),
+    "grpo": Method("GRPO", "dpo", "prompts", _PREFERENCE_RATES, ()),
     "distillation": Method("distillation", "dpo", "prompts", _PREFERENCE_RATES, (), _ANSWERS),
 }

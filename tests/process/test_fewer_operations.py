@@ -421,6 +421,7 @@ def test_a_training_in_tiles_has_the_losses_of_one_without(tmp_path: Path, short
         assert status == 0
     assert losses(made["always"]) == pytest.approx(losses(made["never"]), rel=1e-5)
     assert effective(made["always"])["mlp_tiles"] == "used in 2 of 2 blocks for batches of more than 20 tokens"
+    assert effective(made["never"])["repeats"] == "bit for bit"
     assert effective(made["never"])["mlp_tiles"] == "not used: tile_mlp is 'never'"
 
 

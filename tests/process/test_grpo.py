@@ -39,15 +39,22 @@ def test_given_answers_have_the_losses_of_trl_called_directly(
     monkeypatch.setattr(
         GrpoRecipe, "answer", lambda self, prompts, rows: given_answers(prompts, self._grpo.num_generations)
     )
-    spec = spec_of(tmp_path, method, batch_size=1, gradient_accumulation_steps=2, shuffle=False)
-    status, events = run(tmp_path, spec)
-    assert status == 0, [event.message for event in of_kind(events, Failed)]
     assert len(expected) == STEPS
-    # The gradient too: TRL's `kl` is a mean of the micro batches' means.
-    for metric_name in ("loss", "grad_norm", "reward", "completions/mean_length"):
-        found = metric(events, metric_name)
-        assert found == pytest.approx([entry[metric_name] for entry in expected], rel=1e-4, abs=1e-6), metric_name
-    assert any(abs(value) > 1e-3 for value in metric(events, "grad_norm"))
+    tokens = []
+    for padding_free in (True, False):
+        root = tmp_path / str(padding_free)
+        changes = {"batch_size": 1, "gradient_accumulation_steps": 2, "shuffle": False, "padding_free": padding_free}
+        status, events = run(root, spec_of(root, method, **changes))
+        assert status == 0, [event.message for event in of_kind(events, Failed)]
+        uses_rows = of_kind(events, Prepared)[0].effective["attention"].startswith("rows_in_one_sequence")
+        assert uses_rows is padding_free
+        # The gradient too: TRL's `kl` is a mean of the micro batches' means.
+        for metric_name in ("loss", "grad_norm", "reward", "completions/mean_length"):
+            found = metric(events, metric_name)
+            assert found == pytest.approx([entry[metric_name] for entry in expected], rel=1e-4, abs=1e-6), metric_name
+        assert any(abs(value) > 1e-3 for value in metric(events, "grad_norm"))
+        tokens.append([event.tokens_seen for event in of_kind(events, Progress)])
+    assert tokens[0] == tokens[1]
 
 
 def test_20_steps_raise_a_reward_and_a_job_that_continues_gives_the_same_answers(tmp_path: Path) -> None:
@@ -73,7 +80,7 @@ def test_20_steps_raise_a_reward_and_a_job_that_continues_gives_the_same_answers
         by_reward = sorted(one.answers, key=lambda answer: answer.reward)
         assert by_reward == sorted(by_reward, key=lambda answer: answer.advantage)
     effective = of_kind(events, Prepared)[0].effective
-    assert effective["padding_free"] == "not used: it trains on answers that differ in each step"
+    assert effective["padding_free"] == "used"
     assert effective["memory"]["fits"]
     final = spec.checkpoint_dir / "final"
     assert AutoModelForCausalLM.from_pretrained(final).config.model_type == "llama"

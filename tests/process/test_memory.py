@@ -9,12 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from datasets import Dataset
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from llama_stack_provider_trl.recipes import preflight
+from llama_stack_provider_trl.recipes.build import load_policy
+from llama_stack_provider_trl.recipes.data.lengths import row_lengths
+from llama_stack_provider_trl.recipes.data.sampling import BatchPlan
+from llama_stack_provider_trl.recipes.fast import attention
 from llama_stack_provider_trl.recipes.fast.model import use_rows
 from llama_stack_provider_trl.recipes.memory import estimate as estimates
 from llama_stack_provider_trl.recipes.memory import nearest as nearest_jobs
@@ -23,8 +29,9 @@ from llama_stack_provider_trl.recipes.memory.estimate import MemoryEstimate, _Pl
 from llama_stack_provider_trl.recipes.memory.nearest import Capacity, nearest
 from llama_stack_provider_trl.recipes.memory.trace import Batch, trace_model
 from llama_stack_provider_trl.recipes.memory.trace_cache import trace
+from llama_stack_provider_trl.recipes.micro_steps import fix_order, plan_steps, with_groups
 from llama_stack_provider_trl.recipes.model.loading import adapter_config, quantize
-from llama_stack_provider_trl.recipes.preflight import check, choose_gradient_sync
+from llama_stack_provider_trl.recipes.preflight import check, choose_answer_weights, choose_gradient_sync
 from llama_stack_provider_trl.requests.bodies import SupervisedFineTuneRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.resolve import resolve
@@ -34,10 +41,10 @@ from llama_stack_provider_trl.specs.methods import GrpoSpec, VllmSpec
 from llama_stack_provider_trl.specs.model_source import ModelSource
 from llama_stack_provider_trl.specs.rewards import RewardSource
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
-from tests.process.peaks import most
+from tests.process.peaks import most, sharded_peak
 from tests.required import in_full
 from tests.tiny import CACHE, REPOSITORY, _cached, tiny_model
-from tests.training import LORA, dataset, job_spec
+from tests.training import LORA, SAMPLES, dataset, job_spec
 
 pytestmark = pytest.mark.process
 
@@ -219,6 +226,38 @@ def test_flash_attention_counts_what_it_adds_up_in_a_fixed_order(
     assert found == [40 * sums, 40 * sums, 0, 0, 0]
 
 
+def test_long_rows_add_in_a_fixed_order_where_the_device_has_the_memory_for_it(tmp_path: Path) -> None:
+    model = shaped(2, hidden_size=4096, num_attention_heads=32)
+    spec = job_spec(tmp_path, model, batch_size=2, max_seq_length=8192, dtype="bf16")
+    rows = [
+        Dataset.from_list([{"input_ids": [1] * n, "labels": [1] * n} for n in sizes])
+        for sizes in ((7001, 6001), (9, 8))
+    ]
+    plan = BatchPlan.of_job(spec)
+
+    def fixed(total: int, dataset: Dataset = rows[0], device: str = "cuda", **changes: Any) -> tuple[int | None, str]:
+        job, repeats = fix_order(spec.changed(**changes), plan, dataset, device, lambda: (Capacity(1), total))
+        return job.compute.accumulator_bytes, repeats
+
+    together, alone = 3 * 4 * (13000 + 256) * 4096, 5 * 4 * (7000 + 128) * 4096  # of 160 multiprocessors, 32 heads
+    assert fixed(1 << 60) == (together, "bit for bit")  # whatever is free at the moment
+    batch = Batch(2, 7001, ((0, (7000,)), (0, (6000,))), 13000)
+    counted = {limit: estimate(spec.changed(accumulator_bytes=limit), batch, "cuda") for limit in (together, alone)}
+    assert counted[together].activations - counted[alone].activations == together - alone
+    needed = {limit: int(memory.total * nearest_jobs.MARGIN) + 1 for limit, memory in counted.items()}
+    assert fixed(needed[together]) == (together, "bit for bit")
+    assert fixed(needed[together] - 2) == (alone, "bit for bit")
+    too_much = "up to rounding: attention would take 0.54 GiB to add in a fixed order, "
+    assert fixed(needed[alone] - 2) == (None, too_much + "which its device does not have")
+    assert fixed(1 << 60, preflight="off") == (None, too_much + "and the memory of the job is not estimated")
+    assert fixed(1, rows[1]) == fixed(1, device="cpu") == (None, "bit for bit")
+    for changes in ({"dtype": "fp32"}, {"padding_free": False}):
+        assert fixed(1 << 60, **changes)[1].startswith("up to rounding: ")
+    for limit in (together, None):
+        load_policy(job_spec(tmp_path, tiny_model()).changed(accumulator_bytes=limit), torch.device("cpu"))
+        assert attention._limit == [limit or attention.LARGEST_ACCUMULATORS]
+
+
 def test_step_checkpoints_are_copied_to_cpu_memory_which_is_the_device_on_a_cpu(tmp_path: Path) -> None:
     model, batch = shaped(2), Batch(4, 64)
     parameters = trace(job_spec(tmp_path, model), batch, "cpu").trainable
@@ -272,8 +311,8 @@ def test_the_reference_is_loaded_when_it_is_used(tmp_path: Path) -> None:
     assert (before.reference, before.optimizer, before.gradients) == (size, 0, 0)
     assert of(precompute=True).reference == 0
     assert of(precompute=True).optimizer > 0
-    # Ranks share it out block by block.
-    assert size // 8 < of(model_of=larger, ranks=8).reference < size // 2
+    # Ranks shard it, and gather its head and three of its eight blocks at a time.
+    assert size // 8 < of(model_of=larger, ranks=8).reference < size * 5 // 8
     # The policy is not sharded yet: its weights are in the files.
     assert of("cpu", ranks=8, model_of=larger, precompute=True).weights == 0
 
@@ -332,6 +371,61 @@ def test_whole_gradients_on_sharded_ranks_are_counted_and_chosen_where_they_fit(
     assert found["nearest"]["changes"] == {"provider_options.gradient_sync": "micro_step"}
     assert choose_gradient_sync(of("auto"), None).train.gradient_sync == "micro_step"
     assert "gradient_sync" not in check(of("auto", gradient_accumulation_steps=1), batch, "cuda", Capacity(enough))
+
+
+def test_a_prompt_of_grpo_is_trained_once_and_read_for_each_answer(tmp_path: Path) -> None:
+    rewards = (RewardSource(name="a", check=AnswerCheck(type="regex", pattern="a")),)
+    method = GrpoSpec(rewards=rewards, num_generations=16, max_completion_length=16)
+    spec = job_spec(tmp_path, shaped(2), "grpo", method=method, batch_size=2, dtype="fp32", gradient_checkpointing=True)
+    rows = Dataset.from_list([{"prompt_ids": [1] * size, "row": [size]} for size in (900, 10, 500)])
+    batch = with_groups(plan_steps(spec, row_lengths(rows)).batch, spec, rows, None)
+    assert batch == Batch(32, 916, ((900, (15,) * 16), (500, (15,) * 16)), 512)
+    of_answers = (2 * 2 * 64 + 4 * 64 + 3 * 128) * 32 * 916 * 4  # two layers, 64 wide, with networks of 128
+    found = estimate(spec, batch, "cuda")
+    assert (found.activations, found.logits) == (of_answers, 32 * 1024 * 8)
+    padded = estimate(spec.changed(padding_free=False), batch, "cuda")
+    assert padded.total > found.total
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "tied", "changes", "most_beyond"),
+    [
+        (8, "FULL_SHARD", False, {}, 1.4),
+        (64, "FULL_SHARD", False, {"lora": LORA}, 1.15),
+        *in_full(
+            (8, "FULL_SHARD", False, {"gradient_checkpointing": True}, 1.4),
+            (8, "FULL_SHARD", True, {}, 1.4),
+            (64, "FULL_SHARD", False, {}, 1.4),
+            (8, "SHARD_GRAD_OP", False, {}, 1.4),
+            (8, "SHARD_GRAD_OP", False, {"lora": LORA}, 1.15),
+        ),
+    ],
+)
+def test_what_sharded_ranks_gather_is_counted_as_torchs_own_tracker_counts_it(
+    tmp_path: Path, ranks: int, strategy: str, tied: bool, changes: dict[str, Any], most_beyond: float
+) -> None:
+    """Blocks of 8B, with its vocabulary."""
+    shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    model, batch = shaped(4, **shape, vocab_size=128256, tie_word_embeddings=tied), Batch(1, 1024)
+    spec = job_spec(tmp_path, model, ranks=ranks, sharding=ShardingSpec(strategy=strategy), dtype="bf16", **changes)
+    found, tracked = estimate(spec, batch, "cuda"), sharded_peak(spec, batch)
+    # The tracker sees no optimizer, and no sums of flash attention, which computes on a CPU there.
+    counted = found.total - found.overhead - found.optimizer - estimates.flash_bytes(spec, batch, "cuda")
+    assert tracked <= counted <= most_beyond * tracked
+
+
+def test_blocks_stay_gathered_for_answers_where_the_whole_model_fits(tmp_path: Path) -> None:
+    model, batch = shaped(8, hidden_size=512, intermediate_size=2048), Batch(1, 16)
+    spec = job_spec(tmp_path, model, ranks=4, sharding=ShardingSpec(), samples=SAMPLES)
+    whole = estimate(spec.changed(sharding=ShardingSpec(strategy="SHARD_GRAD_OP")), batch, "cuda")
+    needed = (whole.total - whole.gradients) * nearest_jobs.MARGIN
+    for limit, expected in ((needed + 10, "kept"), (needed - 10, "per_token")):
+        verdict = check(spec, batch, "cuda", Capacity(int(limit)))
+        assert verdict["answer_weights"] == expected
+        assert choose_answer_weights(spec, verdict) is (expected == "kept")
+    assert not choose_answer_weights(spec, None)
+    for change in ({"samples": None}, {"sharding": NO_SHARD}, {"sharding": ShardingSpec(strategy="SHARD_GRAD_OP")}):
+        assert "answer_weights" not in check(spec.changed(**change), batch, "cuda", Capacity(int(needed)))
 
 
 def recipe(name: str, root: Path, **changes: Any) -> tuple[JobSpec, int, int]:

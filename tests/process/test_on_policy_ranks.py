@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from llama_stack_provider_trl.specs.events import Failed
+from llama_stack_provider_trl.specs.events import Failed, Prepared
 from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec, ShardingSpec
 from tests.process import distillation_jobs, gold_jobs
 from tests.process.on_policy_ranks import (
@@ -22,12 +23,16 @@ from tests.process.on_policy_ranks import (
     spec_of,
     trained,
     trained_alone,
+    weights_of,
 )
 from tests.ranks import Ranks
 from tests.required import in_full
-from tests.training import LORA, of_kind
+from tests.training import LORA, SAMPLES, of_kind, sampled
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+ALL_GATHER = "distributed." + next(  # the name that FSDP2 uses, from torch 2.12 on and before
+    name for name in ("all_gather_single", "all_gather_into_tensor") if hasattr(torch.distributed, name)
+)
 
 
 def distillation(root: Path, ranks: int, strategy: str = "FULL_SHARD", **changes: Any) -> JobSpec:
@@ -103,6 +108,25 @@ def test_given_answers_have_the_losses_of_one_process(
     if name == "gold":
         assert all(point["loss"] > 0.01 for point in numbers(found[1][1]))
     assert_same(found[3][1], found[3][0], found[1][1], found[1][0])
+
+
+@pytest.mark.parametrize("lora", [LORA, *in_full(None)])
+def test_blocks_are_gathered_once_for_all_tokens_where_the_whole_model_fits(
+    ranks: Ranks, tmp_path: Path, lora: LoraSpec | None
+) -> None:
+    found = {}
+    for kept in (False, True):
+        root = tmp_path / str(kept)
+        spec = spec_of(root, 2, lora=lora, n_epochs=1, samples=SAMPLES)
+        events = trained(ranks, root, spec, estimates=kept, counted=ALL_GATHER)
+        effective = of_kind(events, Prepared)[0].effective
+        assert effective["answer_weights"] == ("kept" if kept else "per_token")
+        calls = len((root / "run" / "calls").read_text().splitlines())
+        found[kept] = numbers(events), sampled(events), weights_of(spec), calls
+    for one, other in zip(found[False][:2], found[True][:2], strict=True):
+        assert one == other
+    assert all(torch.equal(weight, found[False][2][name]) for name, weight in found[True][2].items())
+    assert found[True][3] < found[False][3] / 2
 
 
 def test_a_rank_that_the_first_one_waits_for_shows_its_progress(ranks: Ranks, tmp_path: Path) -> None:

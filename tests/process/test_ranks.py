@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from llama_stack_provider_trl.errors import JobFailure
@@ -120,6 +121,24 @@ def test_two_ranks_train_what_one_process_trains(
     one, two = final_weights(single), final_weights(together)
     assert one.keys() == two.keys()
     assert all(torch.allclose(one[name], two[name], atol=1e-3) for name in one)
+
+
+def test_ranks_that_have_no_row_of_an_adapter_train_what_one_process_trains(ranks: Ranks, tmp_path: Path) -> None:
+    """As those beyond the eighth with a rank of 8. torch's kernels for CUDA skip empty shards (pytorch#140103)."""
+    found, adapters = [], []
+    for number in (1, 3):
+        root = tmp_path / str(number)
+        lora = LORA.model_copy(update={"rank": 2})
+        spec = spec_of(root, "sft", 1, batch_size=3, sharding=ShardingSpec(), lora=lora, save_steps=2)
+        codes, events = ranks.run(root / "run", spec, world_size=number)
+        assert codes == [0] * number, [event.message for event in of_kind(events, Failed)]
+        found.append(numbers(events))
+        adapters.append(load_file(spec.checkpoint_dir / "final" / "adapter_model.safetensors"))
+    assert_same_numbers(found[1], found[0])
+    assert all(torch.allclose(weight, adapters[1][name], atol=1e-3) for name, weight in adapters[0].items())
+    codes, events = ranks.run(tmp_path / "again", spec, spec.checkpoint_dir / "checkpoint-2", world_size=3)
+    assert codes == [0] * 3
+    assert numbers(events) == found[1][2:]
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_rows_have_a_call_each_where_one_kernel_would_take_too_much_for_a_fixed_
     monkeypatch.setattr(attention, "_has_kernel_of_rows", lambda query, value: True)
     query = torch.randn(1, 2, 9, 8)
     for copies in (1, 2):  # of 2 heads and 3 multiprocessors: one for 2 rows
-        monkeypatch.setattr(attention, "_LARGEST_ACCUMULATORS", copies * attention._sums(9, 2, 2, 8) - 1)
+        monkeypatch.setattr(attention, "_limit", [copies * attention._sums(9, 2, 2, 8) - 1])
         layout = Layout([(0, (5,)), (0, (4,))])
         attention.attend_in_rows(torch.nn.Module(), query, query, query, None, layout=layout)
         assert calls == [2] * (copies - 1)
@@ -294,7 +294,8 @@ def test_a_fixed_order_takes_bounded_memory(
     rows: int, expected: int, default_mode: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "_multiprocessors", lambda device: 12)
-    monkeypatch.setattr(attention, "_LARGEST_ACCUMULATORS", 2 * attention._sums(5, 3, 2, 8))  # two copies, and not six
+    monkeypatch.setattr(attention, "_limit", [0])
+    attention.limit_accumulators(2 * attention._sums(5, 3, 2, 8))  # two copies, and not six
     _FlashAttentionOfAName.modes.clear()
     values = torch.randn(5, 2, 8, requires_grad=True)
     attention.repeatable(_FlashAttentionOfAName.apply(values), rows).sum().backward()
@@ -367,6 +368,13 @@ def test_no_gpu_takes_more_for_its_sums_than_is_counted(
     multiprocessors: int, tokens: int, heads: int, rows: int
 ) -> None:
     sums = attention._sums(tokens, rows, heads, 128)
-    counted = attention._most_of_call(sums, heads, rows)
+    limit = attention.LARGEST_ACCUMULATORS
+    counted = attention._most_of_call(sums, heads, rows, limit)
     taken = attention._copies(multiprocessors, heads, rows) * sums
-    assert counted >= (taken if taken <= attention._LARGEST_ACCUMULATORS else sums)
+    assert counted >= (taken if taken <= limit else sums)
+    shorter = [tokens // rows - number for number in range(rows)]
+    together, alone = attention.fixed_order_bytes(shorter, heads, 128)
+    for count in range(1, rows + 1):  # of any batch of some of these rows
+        sums = attention._sums(sum(shorter[:count]), count, heads, 128)
+        assert attention._copies(multiprocessors, heads, count) * sums <= together
+    assert attention._copies(multiprocessors, heads, 1) * attention._sums(shorter[0], 1, heads, 128) <= alone

@@ -68,6 +68,8 @@ def connected_peers(device: torch.device, run_dir: Path, writer: EventWriter) ->
             mbit_per_s = _measure_link(group, hosts) if device.type == "cpu" else None
             monitor = _PeerMonitor(group, hosts, run_dir)
         # accelerate would open the group of CPU ranks with torch's default timeout, 30 minutes.
+        # Without `device_id`, which would form NCCL's communicator here, where a rank that does not come is not named.
+        # The device is set, and no barrier has to guess it: ours are gloo's, accelerate names the device of its own.
         dist.init_process_group(backend_of(device), timeout=ranks.COLLECTIVE_TIMEOUT)
         if monitor:
             monitor.start()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -89,7 +90,7 @@ def check_scores(module: torch.nn.Module, attention_mask: torch.Tensor | None, o
         raise ValueError("its attention is not causal, or has a mask of its own")
 
 
-_LARGEST_HEAD = 256
+LARGEST_HEAD = 256
 """Of flash attention; a multiple of 8."""
 _LARGEST_HEAD_OF_SMALL_GPUS = 192
 """Of its backward pass on GPUs with less shared memory: torch refuses larger ones there, up to 224."""
@@ -116,7 +117,7 @@ def _largest_head(device: torch.device) -> int:
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0) or not {"cum_seq_q", "window_size_left"} <= arguments:
         return 0
-    return _LARGEST_HEAD if capability in _GPUS_FOR_LARGE_HEADS else _LARGEST_HEAD_OF_SMALL_GPUS
+    return LARGEST_HEAD if capability in _GPUS_FOR_LARGE_HEADS else _LARGEST_HEAD_OF_SMALL_GPUS
 
 
 def _attend_in_one_kernel(
@@ -194,22 +195,47 @@ class _Attend(NamedTuple):
 
 _REPEATABLE = "FlashAttention"
 """In the names of the nodes of the backward pass whose kernels add in a fixed order on request. Others raise then."""
-_LARGEST_ACCUMULATORS = 512 << 20
-"""Bytes that a fixed order may take."""
+LARGEST_ACCUMULATORS = 512 << 20
+"""Bytes that a fixed order may take, unless the device has more for long rows (`limit_accumulators`)."""
+_limit = [LARGEST_ACCUMULATORS]
+"""The same of the job of this process."""
 _MOST_MULTIPROCESSORS = 160
 """Of a GPU (B200: 148), for an estimate without one."""
 
 
-def accumulator_bytes(sizes: Sequence[int], heads: int, head_size: int) -> int:
+def limit_accumulators(most: int | None) -> None:
+    """Set the bytes that a fixed order may take in this process; None: `LARGEST_ACCUMULATORS`."""
+    _limit[0] = LARGEST_ACCUMULATORS if most is None else most
+
+
+def accumulator_bytes(sizes: Sequence[int], heads: int, head_size: int, limit: int | None = None) -> int:
     """The most that the backward pass of flash attention takes for its sums, on any GPU.
 
     Args:
         sizes: `Layout.sizes`.
         heads: of queries.
+        limit: bytes that a fixed order may take; None: `LARGEST_ACCUMULATORS`.
     """
     calls = [(size, 1) for size in sizes]  # where this GPU has no kernel of rows, or it would take too much
     calls.append((sum(sizes), len(sizes)))
-    return max(_most_of_call(_sums(*call, heads, head_size), heads, call[1]) for call in calls)
+    limit = LARGEST_ACCUMULATORS if limit is None else limit
+    return max(_most_of_call(_sums(*call, heads, head_size), heads, call[1], limit) for call in calls)
+
+
+def fixed_order_bytes(sizes: Sequence[int], heads: int, head_size: int) -> tuple[int, int]:
+    """Bytes with which the backward pass of flash attention adds in a fixed order on any GPU: where one call computes
+    all rows of a batch, and where each row has a call. Of any batch of some of these rows.
+
+    Args:
+        sizes: `Layout.sizes` of the largest batch.
+    """
+
+    def needed(tokens: int, rows: int) -> int:
+        return _sums(tokens, rows, heads, head_size) * _copies(_MOST_MULTIPROCESSORS, heads, rows)
+
+    longest = sorted(sizes, reverse=True)
+    together = max(needed(tokens, rows) for rows, tokens in enumerate(accumulate(longest), start=1))
+    return together, needed(longest[0], 1)
 
 
 def _sums(tokens: int, rows: int, heads: int, head_size: int) -> int:
@@ -218,9 +244,9 @@ def _sums(tokens: int, rows: int, heads: int, head_size: int) -> int:
     return 4 * (tokens + 128 * rows) * heads * math.ceil(head_size / multiple) * multiple
 
 
-def _most_of_call(sums: int, heads: int, rows: int) -> int:
-    """The same of one call, whose sums take so many bytes once: as many copies as `repeatable` allows."""
-    return sums * max(1, min(_copies(_MOST_MULTIPROCESSORS, heads, rows), _LARGEST_ACCUMULATORS // max(1, sums)))
+def _most_of_call(sums: int, heads: int, rows: int, limit: int) -> int:
+    """The most that one call takes, whose sums take so many bytes once: as many copies as `repeatable` allows."""
+    return sums * max(1, min(_copies(_MOST_MULTIPROCESSORS, heads, rows), limit // max(1, sums)))
 
 
 def _copies(multiprocessors: int, heads: int, rows: int) -> int:
@@ -265,7 +291,7 @@ def _fits(attended: torch.Tensor, rows: int) -> bool:
     """
     heads, head_size = attended.shape[1], attended.shape[-1]
     sums = _sums(attended.numel() // (heads * head_size), rows, heads, head_size)
-    return sums * _copies(_multiprocessors(attended.device), heads, rows) <= _LARGEST_ACCUMULATORS
+    return sums * _copies(_multiprocessors(attended.device), heads, rows) <= _limit[0]
 
 
 @cache

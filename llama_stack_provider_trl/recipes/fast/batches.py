@@ -54,6 +54,47 @@ class FlatAnswers:
         return torch.stack([part.sum() for part in scored.split(inputs["counts"])])
 
 
+class FlatGroups:
+    """Batches of prompts with several answers each, in one sequence: a prompt is computed once for all its answers."""
+
+    def collate(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], filler: list[int]) -> Inputs:
+        """The inputs of a batch.
+
+        Beside those of a forward: `completion_mask`, 1 for the tokens of each answer, shape (answers, tokens of the
+        longest); `places`, where its scored tokens are in such a table; `row_tokens`, those of each prompt and answer.
+
+        Args:
+            answers: to each prompt, as many.
+            filler: a prompt without an answer, for a batch without prompts.
+        """
+        sequence, count = _Sequence(), len(answers) // max(1, len(prompts))
+        for number, prompt in enumerate(prompts):
+            sequence.add(prompt, [(ids, ids) for ids in answers[number * count : (number + 1) * count]])
+        if not prompts:
+            sequence.add(filler, [((), ())])
+        sizes = torch.tensor(sequence.counts)
+        mask = torch.arange(max(1, int(sizes.max()))) < sizes[:, None]
+        tokens = [len(prompts[number // count]) + len(ids) for number, ids in enumerate(answers)]
+        return {
+            **sequence.inputs(),
+            "counts": tuple(sequence.counts),
+            "completion_mask": mask.long(),
+            "places": mask.flatten().nonzero()[:, 0],
+            "row_tokens": torch.tensor(tokens or [0]),
+        }
+
+    def forward_arguments(self, model: torch.nn.Module, inputs: Inputs) -> Inputs:
+        """Arguments of a forward of `model` that scores the answers."""
+        return forward_arguments(inputs)
+
+    def log_probs(self, outputs: Any, inputs: Inputs) -> torch.Tensor:
+        """Log-probabilities of the tokens of each answer, 0 behind them, shape (answers, tokens of the longest)."""
+        mask, scored = inputs["completion_mask"], outputs.log_probs[0, : sum(inputs["counts"])]
+        # Indices that are known, and no mask, for which Python would wait for the GPU.
+        table: torch.Tensor = scored.new_zeros(mask.numel()).index_copy(0, inputs["places"], scored)
+        return table.view(mask.shape)
+
+
 def forward_arguments(inputs: Inputs) -> Inputs:
     """Arguments of a forward that scores a batch: log-probabilities have shape (1, scored)."""
     names = ("input_ids", "position_ids", "scored", "shift_labels", "layout")

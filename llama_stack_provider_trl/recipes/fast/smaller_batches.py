@@ -18,8 +18,8 @@ def in_parts(spec: JobSpec, batch_plan: BatchPlan, dataset: Dataset, device: str
     """The job with its batches divided into equal parts of at most `TOKENS` tokens on average, and so much more
     accumulation that each optimizer step has the same rows: the same numbers up to rounding.
 
-    Jobs on GPUs, with padding, with means over a batch, on sharded ranks, which would gather their weights for every
-    part, or with `oom_retry`, which halves the batch itself, are returned as they are.
+    Jobs on GPUs, with padding, with means over a batch, whose model answers prompts, on sharded ranks, which would
+    gather their weights for every part, or with `oom_retry`, which halves the batch itself, are returned as they are.
 
     Args:
         dataset: prepared rows, without a filler.
@@ -29,6 +29,7 @@ def in_parts(spec: JobSpec, batch_plan: BatchPlan, dataset: Dataset, device: str
         device != "cpu"
         or not spec.compute.padding_free
         or spec.method.has_batch_means
+        or spec.method.answer_tokens is not None
         or is_sharded(spec)
         or spec.lifecycle.oom_retry
     ):

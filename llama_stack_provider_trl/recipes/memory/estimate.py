@@ -15,7 +15,7 @@ from ...specs.memory import MemoryEstimate
 from ...specs.model_source import ModelSource
 from ...specs.optimizer_state import moment_bytes
 from ...specs.rewards import RewardModel
-from ..fast.attention import accumulator_bytes
+from ..fast.attention import LARGEST_HEAD, accumulator_bytes, fixed_order_bytes
 from ..fast.layout import Layout
 from ..model.configs import invalid_model
 from ..model.fsdp import keeps_whole_gradients, num_shards, ranks_per_machine
@@ -85,6 +85,9 @@ def estimate(spec: JobSpec, batch: Batch, device: str, baseline: int = 0) -> Mem
     moments = [placed.at(window) for window in model.windows]
     if model.reference_scoring is not None:
         moments.append(placed.reference_scoring(model.reference_scoring))
+    if spec.method.answer_tokens is not None and spec.method.answered_by_vllm is None and spec.compute.padding_free:
+        # Padded batches of the step itself take more.
+        moments.append(placed.at(_answering(spec, batch)))
     peak = max(moments, key=lambda memory: memory.total)
     used = peak.total
     if kind == "cpu":
@@ -239,9 +242,7 @@ class _Placed:
             gradients += model.trainable * 4  # DDP's buckets
         if self.shards > 1:
             gradients /= 1 if self.whole_gradients else self.shards
-            blocks = model.blocks if spec.sharding and spec.sharding.strategy == "SHARD_GRAD_OP" else 2
-            trained = 0 if spec.lora else model.block
-            gathered = self._gathered(model, blocks) + trained * (self.compute + 4)
+            gathered = self._gathered(model)
         reference, resting = (0, 0) if self.reference is None or precomputes(spec) else self._reference()
         if self.offload:
             at_rest = weights + optimizer + model.trainable * 4 // self.shards + resting
@@ -288,12 +289,45 @@ class _Placed:
         part = self.part(self.reference)
         if self.shards == 1:
             return part + self.mapped(self.reference), 0
-        gathered = self._gathered(self.reference, 2)
+        head, block = self.reference.head, self.reference.block
+        inputs = (
+            self.reference.embeddings - head
+        )  # its head stays gathered while it scores, and the input embeddings do not
+        gathered = self.compute * (head + max(head + block, 3 * block, 2 * inputs))
         return (gathered, part) if self.offload else (part + gathered, 0)
 
-    def _gathered(self, model: Traced, blocks: int) -> int:
-        """Gathered bytes of a sharded model: embeddings, `blocks` blocks, and the head, which TRL gathers in fp32."""
-        return (model.embeddings + blocks * model.block) * self.compute + model.head * 4
+    def _gathered(self, model: Traced) -> int:
+        """Bytes that a rank holds whole at a time of a sharded model, with the gradients that it reduces.
+
+        FSDP2 gathers a unit into a buffer and copies it out, and keeps the buffer of the unit before until then: three
+        units in the forward pass. In the backward pass there are two, that at hand and the next one's buffer, with the
+        gradients of one in the dtype of the computation and those of the one before in fp32, which are being summed.
+        tests/process/test_memory.py compares this with torch's FSDPMemTracker.
+        """
+        compute, block, head = self.compute, model.block, model.head
+        inputs = model.embeddings - head
+        is_kept = self.spec.sharding is not None and self.spec.sharding.strategy == "SHARD_GRAD_OP"
+        reduced = 0 if self.spec.lora else compute * block + 4 * max(block, head if inputs else 0)
+        if is_kept:
+            return compute * (model.blocks * block + model.embeddings) + max(compute * (head + block), reduced)
+        tied = 0 if inputs else compute * head  # gathered throughout the step
+        forward = max(compute * (2 * head + block), tied + compute * 3 * block)
+        backward = tied + compute * 2 * block + reduced
+        last = 2 * compute * inputs + (0 if self.spec.lora else 4 * block)
+        return max(forward, backward, last)
+
+
+def _answering(spec: JobSpec, batch: Batch) -> Window:
+    """The memory while prompts are answered: keys and values of all tokens, the networks of a block, which read each
+    prompt as often as it is answered, and the logits of a token with a copy in fp32."""
+    config: Any = load_config(spec.source).get_text_config()
+    tokens, compute = batch.sequences * batch.tokens, 4 if spec.compute.dtype == "fp32" else 2
+    heads = config.num_attention_heads  # batches without padding are those of attention
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    width = 2 * size * (getattr(config, "num_key_value_heads", None) or heads)
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    cached, block = config.num_hidden_layers * width * tokens, (4 * config.hidden_size + 3 * inner) * tokens
+    return Window((cached + block) * compute, batch.sequences * config.vocab_size * (compute + 4), 0)
 
 
 def _vllm_bytes(spec: JobSpec, model: Traced, kind: str) -> tuple[int, int]:
@@ -339,13 +373,35 @@ def flash_bytes(spec: JobSpec, batch: Batch, kind: str) -> int:
     """
     if kind != "cuda" or spec.compute.dtype == "fp32" or not spec.compute.padding_free:
         return 0
+    call = _flash_call(spec, batch)
+    return accumulator_bytes(*call, spec.compute.accumulator_bytes) if call else 0
+
+
+def fixed_order_limits(spec: JobSpec, batch: Batch, kind: str) -> list[int]:
+    """Bytes, the most first, with which each attention of a job adds in a fixed order: where one call computes the rows
+    of a batch, and where each row has one. Empty: its attention is not by such calls.
+
+    Raises:
+        JobFailure: invalid_model.
+    """
+    call = _flash_call(spec, batch) if flash_bytes(spec, batch, kind) else None
+    config: Any = load_config(spec.source).get_text_config()
+    if call is None or call[2] > LARGEST_HEAD or getattr(config, "v_head_dim", None):
+        return []
+    together, alone = fixed_order_bytes(*call)
+    # A call for each row would need masks for a window: one call computes them, whatever it takes.
+    return [together] if getattr(config, "sliding_window", None) or alone == together else [together, alone]
+
+
+def _flash_call(spec: JobSpec, batch: Batch) -> tuple[list[int], int, int] | None:
+    """Tokens of each row of a batch, heads, and their size; None: the model has no attention."""
     config: Any = load_config(spec.source).get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int) or heads < 1:
-        return 0  # it has no attention
+        return None
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     groups = batch.groups or ((0, (batch.tokens,)),) * batch.sequences
-    return accumulator_bytes(Layout(groups).sizes(), max(1, heads // spec.context_parallel_size), head_size)
+    return Layout(groups).sizes(), max(1, heads // spec.context_parallel_size), head_size
 
 
 def exchanged_bytes(spec: JobSpec, batch: Batch) -> int:

@@ -254,6 +254,42 @@ def reshard(model: torch.nn.Module) -> None:
             module.reshard()
 
 
+def frees_blocks(spec: JobSpec) -> bool:
+    """Whether each forward gathers the blocks of the model and frees them."""
+    return is_sharded(spec) and spec.sharding is not None and spec.sharding.strategy != "SHARD_GRAD_OP"
+
+
+@contextmanager
+def answering(model: Any, *, keeps_gathered: bool) -> Iterator[None]:
+    """While this is open, a sharded model answers prompts; then every parameter is resharded.
+
+    Args:
+        keeps_gathered: the first forward gathers the blocks and embeddings, and no other one does. Else each forward,
+            and so each token, gathers all of them.
+    """
+    units = list(_freed_units(model)) if keeps_gathered else []
+    try:
+        for unit in units:
+            unit.set_reshard_after_forward(False, recurse=False)
+        yield
+    finally:
+        for unit in units:
+            unit.set_reshard_after_forward(True, recurse=False)
+        reshard(model)
+
+
+def _freed_units(model: Any) -> Iterator[FSDPModule]:
+    """The units that a forward frees unless the strategy is SHARD_GRAD_OP. accelerate keeps the root, and the unit of
+    the head, to which tied embeddings belong."""
+    embeddings = model.get_input_embeddings()
+    is_tied = embeddings.weight is getattr(model.get_output_embeddings(), "weight", None)
+    blocks = set(model._no_split_modules or ())
+    for module in model.modules():
+        is_block = any(kind.__name__ in blocks for kind in type(module).__mro__)
+        if isinstance(module, FSDPModule) and (is_block or (module is embeddings and not is_tied)):
+            yield module
+
+
 def gather(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor | None:
     """One whole weight in CPU memory on rank 0, None on the others. A collective.
 

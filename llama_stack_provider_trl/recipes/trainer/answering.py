@@ -22,7 +22,7 @@ from trl.trainer.utils import disable_dropout_in_model
 
 from ... import faults
 from ...specs.job import JobSpec
-from ..model.fsdp import is_sharded, reshard
+from ..model.fsdp import answering, is_sharded
 from ..model.generation import Sampler, Sampling, answer_ends, answer_ids
 from .pairs import PaddedPairs, set_adapter_dropout
 from .samples import undisturbed
@@ -107,7 +107,7 @@ class AnswersPrompts(ScoresReference):
         if spec.method.answer_tokens is None:
             raise AssertionError("a method that answers no prompts")
         self._sampling, self._most = sampling, spec.method.answer_tokens
-        self._batches = PaddedPairs(spec)
+        self._batches: Any = PaddedPairs(spec)
         super().__init__(
             spec=spec,
             model=as_policy(spec, model, processing_class, peft_config),
@@ -163,7 +163,14 @@ class AnswersPrompts(ScoresReference):
         model, count = self.accelerator.unwrap_model(self.model), self.spec.sequences_per_row
         seeds = self._seeds(rows)
         repeated = [prompt for prompt in prompts for _ in range(count)]
-        with undisturbed(model, self.args.device), self._precision(), self._alive_at_each_forward(model):
+        gathered = answering(model, keeps_gathered=self.keeps_gathered) if sharded else nullcontext()
+        with (
+            undisturbed(model, self.args.device),
+            self._precision(),
+            self._alive_at_each_forward(model),
+            self._padding_masked(model),
+            gathered,
+        ):
             answers = answer_ids(
                 model,
                 repeated or [self._filler],
@@ -179,8 +186,6 @@ class AnswersPrompts(ScoresReference):
                 device=self.args.device,
                 synced=sharded,
             )
-            if sharded:
-                reshard(model)
         return answers if repeated else []
 
     def _seeds(self, rows: list[int]) -> list[str]:
@@ -199,6 +204,19 @@ class AnswersPrompts(ScoresReference):
             yield
         finally:
             hook.remove()
+
+    @contextmanager
+    def _padding_masked(self, model: Any) -> Iterator[None]:
+        """While this is open, attention takes the mask of shorter prompts, which that of rows in one sequence lacks."""
+        own = model.config._attn_implementation
+        if not self.spec.compute.padding_free:
+            yield
+            return
+        model.set_attn_implementation("sdpa")
+        try:
+            yield
+        finally:
+            model.set_attn_implementation(own)
 
     @property
     def _filler(self) -> list[int]:
@@ -219,7 +237,8 @@ class AnswersPrompts(ScoresReference):
     def _count_tokens(self, inputs: dict[str, torch.Tensor], mask: torch.Tensor) -> None:
         """Count the tokens that were trained on, of all ranks. A collective."""
         is_real = mask.any(dim=1)
-        self.add_tokens(self.accelerator.reduce((inputs["attention_mask"].sum(dim=1) * is_real).sum()))
+        tokens = inputs["row_tokens"] if "row_tokens" in inputs else inputs["attention_mask"].sum(dim=1)
+        self.add_tokens(self.accelerator.reduce((tokens * is_real).sum()))
 
     @property
     def _parts(self) -> int:

@@ -28,6 +28,8 @@ class RecipeTrainer(StepCheckpoints, DataOrder, Optimization, SourceLosses, Late
     """The model that DPO's policy is compared with, where it is not the policy itself."""
     head_outputs: tuple[str, ...]
     """What the fused head computes per token; empty: the model has no head over the vocabulary."""
+    keeps_gathered = False
+    """Of ranks that shard the model: whether its blocks stay gathered while it answers prompts."""
     fused_lora: str
     """Which LoRA layers compute as one operation, and why no others; empty: the job has none."""
 

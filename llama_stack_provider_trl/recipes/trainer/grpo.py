@@ -21,6 +21,7 @@ from ...specs.job import JobSpec
 from ...specs.methods import GrpoSpec
 from ...specs.rewards import checks_of
 from ..distributed import ranks
+from ..fast.batches import FlatGroups
 from .answering import AnswersPrompts
 from .importance import Correction
 from .reference import is_needed, load_reference
@@ -90,6 +91,8 @@ class GrpoRecipe(AnswersPrompts):
         self._rewards = Rewards(spec.method)
         self._rows = RowsOnDemand(spec.data.dataset.path, checks_of(spec.method.rewards), spec.data.dataset.names)
         super().__init__(spec=spec, sampling=spec.method, **arguments)
+        if spec.compute.padding_free:
+            self._batches = FlatGroups()
         fuse_head(self.policy, outputs=("log_probs",), temperature=spec.method.temperature)
         self.ref_model = load_reference(spec, self.args.device, self.accelerator) if is_needed(spec) else None
         self._rewards.load_models(spec, self.args.device)
@@ -146,14 +149,20 @@ class GrpoRecipe(AnswersPrompts):
         advantages = dict(zip((group.row for group in groups), advantages_of(weighted, self._grpo), strict=True))
         self._report_rollout(batches, answers, own, advantages)
         for inputs, ids in zip(batches, answers, strict=True):
-            prompts = [prompt for prompt in inputs["prompts"] for _ in range(self._grpo.num_generations)]
+            prompts = inputs["prompts"]
             of_rows = [advantages[row] for row in inputs["rows"]]
             sampling = [of_answer for row in inputs["rows"] for of_answer in self._sampling_log_probs.get(row, ())]
             inputs.clear()
-            inputs.update(self._collated(prompts, ids), advantages=torch.cat(of_rows or [torch.zeros(1)]))
+            inputs.update(self._groups_of(prompts, ids), advantages=torch.cat(of_rows or [torch.zeros(1)]))
             if self._correction is not None:
                 inputs["sampling_log_probs"] = _behind_prompts(sampling, inputs["completion_mask"])
         return sum(group.tokens for group in groups)
+
+    def _groups_of(self, prompts: list[list[int]], answers: list[list[int]]) -> dict[str, Any]:
+        """A batch of prompts, each with its answers."""
+        if isinstance(self._batches, FlatGroups):
+            return self._batches.collate(prompts, answers, self._filler)
+        return self._collated([prompt for prompt in prompts for _ in range(self._grpo.num_generations)], answers)
 
     def _ask(
         self, batches: Sequence[dict[str, Any]], answers: Sequence[list[list[int]]]
@@ -244,16 +253,17 @@ class GrpoRecipe(AnswersPrompts):
     ) -> torch.Tensor:
         """The policy gradient of a micro batch, divided so that Trainer's mean over micro steps and ranks is the
         step's."""
-        outputs = model(**self._batches.forward_arguments(self.model, inputs), **self._router())
+        with self.scoring():
+            outputs = model(**self._batches.forward_arguments(self.model, inputs), **self._router())
         # After the policy's forward: PEFT switches adapters off by the parameters that a module has at the moment, and
         # on again. Under FSDP2 both have to meet the same ones, whole or sharded.
         reference = self._reference_log_probs(inputs) if self._grpo.beta else None
-        log_probs, mask = outputs.log_probs.float(), inputs["completion_mask"][:, 1:]
+        log_probs, mask = self._of_tokens(outputs, inputs), self._predicted(inputs["completion_mask"])
         # The weights gave these answers: the ratio is 1, and its gradient that of the log-probability.
         ratio = torch.exp(log_probs - log_probs.detach())
         losses = -ratio * inputs["advantages"].to(log_probs)[:, None]
         if self._correction is not None:
-            losses = losses * self._correction.ratios(log_probs, inputs["sampling_log_probs"][:, 1:], mask)
+            losses = losses * self._correction.ratios(log_probs, self._predicted(inputs["sampling_log_probs"]), mask)
             if self._correction.micro_batches == self._micro_steps:
                 self.add_metrics(self._correction.metrics(), torch.ones((), device=log_probs.device))
         if reference is not None:
@@ -281,9 +291,19 @@ class GrpoRecipe(AnswersPrompts):
 
     def _reference_log_probs(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Of each token of the answers, by the model as it began; shape (answers, tokens)."""
-        with self.as_reference() as model:
-            log_probs: torch.Tensor = model(**self._batches.forward_arguments(model, inputs)).log_probs
-        return log_probs.float()
+        with self.as_reference() as model, self.scoring():
+            outputs = model(**self._batches.forward_arguments(model, inputs))
+        return self._of_tokens(outputs, inputs)
+
+    def _of_tokens(self, outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """Log-probabilities of the tokens that a batch predicts, shape (answers, tokens)."""
+        is_flat = isinstance(self._batches, FlatGroups)
+        found: torch.Tensor = self._batches.log_probs(outputs, inputs) if is_flat else outputs.log_probs
+        return found.float()
+
+    def _predicted(self, values: torch.Tensor) -> torch.Tensor:
+        """Of what a batch has for each token: what belongs to those that are predicted."""
+        return values if isinstance(self._batches, FlatGroups) else values[:, 1:]
 
     def _note_rewards(self, groups: Sequence[Group], rewards: torch.Tensor, weighted: torch.Tensor) -> None:
         """Add the answers of an optimizer step, of all ranks, to the metrics, under TRL's names.

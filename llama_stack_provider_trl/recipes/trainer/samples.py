@@ -13,7 +13,7 @@ from ...errors import JobFailure
 from ...specs.events import Answer, Reason
 from ..checkpoint import random_state
 from ..distributed import ranks
-from ..model.fsdp import is_sharded, reshard
+from ..model.fsdp import answering, is_sharded
 
 if TYPE_CHECKING:
     from .base import RecipeTrainer
@@ -51,9 +51,8 @@ class PromptAnswers:
         model = trainer.accelerator.unwrap_model(trainer.model)
         with torch.no_grad(), undisturbed(model, trainer.args.device):
             if is_sharded(trainer.spec):
-                answers = [self._answer(model, ids) for ids in self._prompts]
-                reshard(model)
-                return answers
+                with answering(model, keeps_gathered=trainer.keeps_gathered):
+                    return [self._answer(model, ids) for ids in self._prompts]
             own = [self._answer(model, ids) for ids in self._prompts[ranks.rank() :: ranks.world_size()]]
         parts = ranks.gather_all([answer.model_dump() for answer in own])
         by_prompt = [parts[number % len(parts)][number // len(parts)] for number in range(len(self._prompts))]

@@ -329,7 +329,7 @@ class DatasetRegistry:
     def count(self, dataset_id: str, growth: Growth) -> int:
         """The number of rows of a dataset that grows; 0, too, where none has this name and mark. Raises StoreError."""
         entry = self._read(dataset_id)
-        return 0 if entry is None or entry.grows != growth.mark else entry.num_rows
+        return 0 if entry is None or entry.grows != growth.mark else entry.num_rows or 0
 
     def holds(self, dataset_id: str) -> bool:
         """Whether a name is registered. It takes no lock: its holder may wait for the caller's transaction to end.
