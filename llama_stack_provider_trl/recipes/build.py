@@ -149,6 +149,7 @@ class BuiltTrainer:
             "head_kernels": self.head_kernels,
             **self._gradients_of_head,
             "mlp_tiles": policy.mlp_tiles,
+            "compiled_blocks": self.trainer.compiled_blocks,
             "weights_dtype": str(model.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "dataloader_num_workers": self.trainer.args.dataloader_num_workers,

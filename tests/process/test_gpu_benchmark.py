@@ -36,6 +36,7 @@ LONG |= {
     "LoRA as one operation",
     "gradients of the head",
     "networks in tiles",
+    "compiled blocks",
 }
 """15 to 36 s each, three quarters of all."""
 NAMES = [check.name for check in CHECKS if check.name not in LONG or os.environ.get("TRL_GPU_CHECKS") == "full"]
