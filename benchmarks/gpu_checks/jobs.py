@@ -64,6 +64,9 @@ class Outcome:
     """Whether the same job has the same bits again, by its record."""
     metrics_read: str = ""
     """When the metrics of a step were read; empty: in their step, as the job requested."""
+    compiled: str = ""
+    """Which blocks were compiled, or why none."""
+    compile_seconds: float = 0.0
     verified: str = ""
     """How `final` was compared with the trained model after writing: logits or weights."""
     logits_difference: float | None = None
@@ -276,7 +279,7 @@ def write_attempt(setting: Setting, job: JobSpec, resume_from: str | None = None
     from llama_stack_provider_trl.specs.job import AttemptSpec
     from llama_stack_provider_trl.system.files import RunDir
 
-    run_dir = setting.folder / job.job_uuid / f"run{'-resumed' if resume_from else ''}"
+    run_dir = setting.folder / job.job_uuid / "attempts" / ("2" if resume_from else "1")
     run_dir.mkdir(parents=True)
     attempt = AttemptSpec(
         job=job,
@@ -321,6 +324,8 @@ def outcome(run_dir: Path, seconds: float, exit_code: int | None, problem: str, 
         attention=str(prepared.effective.get("attention", "")) if prepared else "",
         repeats=str(prepared.effective.get("repeats", "")) if prepared else "",
         metrics_read=str(prepared.effective.get("metrics_read", "")) if prepared else "",
+        compiled=str(prepared.effective.get("compiled_blocks", "")) if prepared else "",
+        compile_seconds=float(prepared.effective.get("compile_seconds", 0.0)) if prepared else 0.0,
         verified=str(final.verified or "") if final else "",
         logits_difference=final.logits_difference if final else None,
         export_seconds=final.time - points[-1].time if final and points else 0.0,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .inputs import ONE_B, model
-from .jobs import Outcome, largest_difference, problems, run_all, spec
+from .jobs import Outcome, largest_difference, problems, run, run_all, spec
 from .recovery import SAME_LOSS
 from .report import Finding
 from .setting import Setting
@@ -36,6 +36,47 @@ def mlp_tiles(setting: Setting) -> Finding:
     jobs = {WITH: {"tile_mlp": "always"}, WITHOUT: {"tile_mlp": "never"}}
     sizes = {"steps": 6, "tokens": 64 if setting.is_dry_run else 16_000, "lora": True, "gradient_checkpointing": True}
     return judge_memory(_run(setting, jobs, sizes), is_measured=not setting.is_dry_run)
+
+
+RESUMED = "1B, 4,096 tokens, resumed"
+
+
+def compiled_blocks(setting: Setting) -> Finding:
+    """Decides whether compiled blocks are faster than eager ones, what compiling takes without and with its cache, and
+    whether a resume has the same bits: 1B with all weights, 4 and 16 rows of 1,024 tokens a step."""
+    kinds = {"1B, 4,096 tokens": 4, "1B, 16,384 tokens": 16}
+    path, sizes = model(setting, ONE_B), {"steps": 12, "tokens": 64 if setting.is_dry_run else 1024}
+    jobs = {
+        (name, how): spec(setting, f"{rows}-{how}", path, compile_blocks=how, batch_size=rows, **sizes)
+        for name, rows in kinds.items()
+        for how in ("always", "never")
+    }
+    first, *_ = jobs
+    jobs[first] = jobs[first].changed(save_steps=6)
+    ended = dict(zip(jobs, run_all(setting, list(jobs.values())), strict=True))
+    found = {name: {WITH: ended[name, "always"], WITHOUT: ended[name, "never"]} for name in kinds}
+    saved = ended[first].checkpoints
+    resumed = run(setting, jobs[first], saved[0]) if saved else ended[first]
+    return judge_compiled(found, resumed, is_measured=not setting.is_dry_run)
+
+
+def judge_compiled(found: Mapping[str, Mapping[str, Outcome]], resumed: Outcome, is_measured: bool) -> Finding:
+    """Passes where blocks are compiled, losses are the same, no kind of job is slower, and the first kind ends with the
+    same weights where it is resumed."""
+    both = {f"{name}, {how}": one for name, kinds in found.items() for how, one in kinds.items()}
+    if failed := problems({**both, RESUMED: resumed}):
+        return Finding(False, failed)
+    if eager := [name for name, kinds in found.items() if not kinds[WITH].compiled.startswith("used")]:
+        return Finding(False, f"nothing is compiled: {eager[0]}: {found[eager[0]][WITH].compiled}")
+    each = {name: judge_speed(kinds, is_measured) for name, kinds in found.items()}
+    whole = next(iter(found.values()))[WITH]
+    is_same = bool(whole.weights) and whole.weights == resumed.weights
+    rows = {f"{name}, {how}": text for name, one in each.items() for how, text in one.rows.items()}
+    rows |= {f"{name}, compiling": f"{kinds[WITH].compile_seconds:.0f} s" for name, kinds in found.items()}
+    rows[f"{RESUMED}, compiling"] = f"{resumed.compile_seconds:.0f} s, from its cache"
+    summary = "; ".join(f"{name}: {one.summary}" for name, one in each.items())
+    summary += f"; weights after a resume {'equal' if is_same else 'DIFFER'}"
+    return Finding(is_same and all(one.passed for one in each.values()), summary, rows, {"resumed_equal": is_same})
 
 
 def _run(setting: Setting, kinds: Mapping[str, dict[str, Any]], sizes: dict[str, Any]) -> dict[str, Outcome]:

@@ -163,6 +163,7 @@ class BuiltTrainer:
             **self._gradients_of_head,
             "mlp_tiles": policy.mlp_tiles,
             "repeats": self.repeats,
+            "compiled_blocks": self.trainer.compiled_blocks,
             "weights_dtype": str(model.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "dataloader_num_workers": self.trainer.args.dataloader_num_workers,

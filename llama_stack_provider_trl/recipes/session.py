@@ -70,6 +70,7 @@ def train_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
     spec, warnings = within_positions(spec)
     device = choose_device(spec.device)
     _report_start(spec, device, warnings, writer)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(attempt.compiled)
     with connected_peers(device, attempt.run_dir, writer) as mbit_per_s:
         run = _prepare(attempt, spec, batch_plan, device, writer, mbit_per_s)
         _check_room(run)

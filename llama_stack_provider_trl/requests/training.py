@@ -42,6 +42,7 @@ def resolve_training(
         "read_metrics_later": options.read_metrics_later,
         "fuse_lora": options.fuse_lora,
         "tile_mlp": options.tile_mlp,
+        "compile_blocks": options.compile_blocks,
         "head_gradients": options.head_gradients,
         "dataloader_num_workers": options.dataloader_num_workers,
         "optimizer": resolve_optimizer(training, options, METHODS[algorithm].learning_rates[has_adapters], device),

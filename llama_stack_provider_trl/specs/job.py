@@ -49,6 +49,7 @@ ReadMetricsLater = Literal["auto", "always", "never"]
 FuseLora = Literal["auto", "always", "never"]
 HeadGradients = Literal["forward", "backward"]
 TileMlp = Literal["auto", "always", "never"]
+CompileBlocks = Literal["auto", "always", "never"]
 Prefetch = Literal["BACKWARD_PRE", "BACKWARD_POST"]
 
 
@@ -328,6 +329,9 @@ class ComputeSpec(Frozen):
     accumulator_bytes: int | None = Field(None, exclude=True)
     """Bytes that attention's backward pass may take to add in a fixed order, which an attempt decides itself, and
     writes nowhere (`recipes.micro_steps`); None: `fast.attention.LARGEST_ACCUMULATORS`."""
+    compile_blocks: CompileBlocks = "auto"
+    """Whether torch's compiler makes few kernels of each block (`recipes.fast.compiled`). auto: not, until it is
+    measured on a GPU."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     checkpoint_every: int = Field(1, gt=0)
@@ -672,6 +676,13 @@ class AttemptSpec(Frozen):
     @property
     def task_id(self) -> str:
         return f"{self.job.job_uuid}-{self.attempt}"
+
+    @property
+    def compiled(self) -> Path:
+        """Code that was compiled for the job, in its directory: of all its attempts, and of no other job, whose code
+        it would run."""
+        home = self.run_dir.parents[1] if self.run_dir.parent.name == "attempts" else self.run_dir
+        return home / "compiled"
 
 
 def derive(

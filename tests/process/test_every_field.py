@@ -405,6 +405,7 @@ ELSEWHERE: dict[str, str] = {
         OPTION + name: "the same numbers, by other operations: tests/process/test_fewer_operations.py"
         for name in ("fuse_lora", "head_gradients", "tile_mlp")
     },
+    OPTION + "compile_blocks": "the same numbers, by compiled code: tests/process/test_compiled_blocks.py",
     OPTION + "gradient_sync": "several ranks that shard the model: tests/process/test_ranks.py",
     **{
         f"{OPTION}averaging.{field}": "several workers: tests/process/test_averaging.py, test_averaging_request.py"

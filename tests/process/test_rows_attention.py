@@ -85,7 +85,7 @@ def test_one_kernel_for_all_rows_gets_what_a_call_for_each_row_gets(
     calls = rows_of_calls(monkeypatch)
     monkeypatch.setattr(attention, "_multiprocessors", lambda device: 132)
     for has_kernel in (False, True):
-        monkeypatch.setattr(attention, "_has_kernel_of_rows", lambda query, value, found=has_kernel: found)
+        monkeypatch.setattr(attention, "has_kernel_of_rows", lambda query, value, found=has_kernel: found)
         output, _ = attention.attend_in_rows(
             torch.nn.Module(), query, key, value, None, layout=Layout(groups), sliding_window=window
         )
@@ -100,17 +100,52 @@ def test_one_kernel_for_all_rows_gets_what_a_call_for_each_row_gets(
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 def test_this_torch_takes_the_arguments_of_one_kernel_also_backward(
-    groups: Sequence[Group], window: int | None
+    groups: Sequence[Group], window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(attention, "_multiprocessors", lambda device: 132)
     tokens = sum(prefix + sum(sizes) for prefix, sizes in groups)
     given = [
         torch.empty(1, heads, tokens, 8, dtype=torch.bfloat16, device="meta", requires_grad=True) for heads in (4, 2, 2)
     ]
-    attended = attention._attend_in_one_kernel(*given, Layout(groups), None, window)
+    attended, _ = attention.attend_in_one_kernel(*given, Layout(groups), None, window)
     assert attended.shape == (tokens, 4, 8)
     assert attention._REPEATABLE in type(attended.grad_fn).__name__
     gradients = torch.autograd.grad(attended.sum(), given)
     assert [one.shape for one in gradients] == [one.shape for one in given]
+    sums = torch.empty(4, tokens, device="meta")
+    own = attention.differentiate_one_kernel(
+        attended.detach(), *(one.detach() for one in (*given, attended, sums)), Layout(groups), None, window
+    )
+    assert [one.shape for one in own] == [one[0].transpose(0, 1).shape for one in given]
+
+
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_the_gradients_of_one_kernel_are_those_that_autograd_has(
+    groups: Sequence[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's backward pass is that of `one_kernel` here."""
+
+    def backward(gradient: torch.Tensor, *tensors: Any, rng_state: Any, unused: Any, **options: Any) -> Any:
+        assert torch.get_deterministic_debug_mode() == 2
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors[:3]]
+        attended, *_ = one_kernel(*leaves, *tensors[5:], return_debug_mask=False, **options)
+        return torch.autograd.grad(attended, leaves, gradient)
+
+    tokens = sum(prefix + sum(sizes) for prefix, sizes in groups)
+    torch.manual_seed(0)
+    given = [torch.randn(1, heads, tokens, 8, requires_grad=True) for heads in (4, 2, 2)]
+    rows_of_calls(monkeypatch)
+    monkeypatch.setattr(attention, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(attention, "_flash_attention_backward", backward)
+    attended, sums = attention.attend_in_one_kernel(*given, Layout(groups), None, None)
+    gradient = torch.randn(attended.shape)
+    expected = torch.autograd.grad(attended, given, gradient)
+    found = attention.differentiate_one_kernel(
+        gradient, *(one.detach() for one in given), attended.detach(), sums, Layout(groups), None, None
+    )
+    assert torch.get_deterministic_debug_mode() == 0
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other[0].transpose(0, 1))
 
 
 def test_rows_have_a_call_each_where_one_kernel_would_take_too_much_for_a_fixed_order(
@@ -118,7 +153,7 @@ def test_rows_have_a_call_each_where_one_kernel_would_take_too_much_for_a_fixed_
 ) -> None:
     calls = rows_of_calls(monkeypatch)
     monkeypatch.setattr(attention, "_multiprocessors", lambda device: 3)
-    monkeypatch.setattr(attention, "_has_kernel_of_rows", lambda query, value: True)
+    monkeypatch.setattr(attention, "has_kernel_of_rows", lambda query, value: True)
     query = torch.randn(1, 2, 9, 8)
     for copies in (1, 2):  # of 2 heads and 3 multiprocessors: one for 2 rows
         monkeypatch.setattr(attention, "_limit", [copies * attention._sums(9, 2, 2, 8) - 1])
@@ -322,10 +357,10 @@ def test_one_kernel_is_for_half_precision_and_heads_of_its_sizes_on_a_gpu(
     monkeypatch.setattr(attention, "_is_on_gpu", lambda tensor: tensor.device.type == "meta")
     monkeypatch.setattr(attention, "_largest_head", lambda device: 256)
     query = torch.empty(1, 2, 4, head, dtype=dtype, device=device)
-    assert not attention._has_kernel_of_rows(query, query)
+    assert not attention.has_kernel_of_rows(query, query)
     fitting = torch.empty(1, 2, 4, 64, dtype=torch.bfloat16, device="meta")
-    assert attention._has_kernel_of_rows(fitting, fitting)
-    assert not attention._has_kernel_of_rows(fitting, fitting[..., :48])  # values of latent attention
+    assert attention.has_kernel_of_rows(fitting, fitting)
+    assert not attention.has_kernel_of_rows(fitting, fitting[..., :48])  # values of latent attention
 
 
 @pytest.mark.parametrize(

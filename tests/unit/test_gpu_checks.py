@@ -63,6 +63,7 @@ MERGED_STEPS = {name: job() for name in (speed.MERGED, speed.SEPARATE, speed.REQ
 READ = {speed.LATER: job(metrics_read="a step later"), speed.IN_STEP: job()}
 SLOW = job(steps=tuple(replace(step, time=2.0 * step.step) for step in job().steps))
 SMALL = job(steps=tuple(replace(step, peak_bytes=GIB) for step in job().steps))
+COMPILED = {"1B": {operations.WITH: job(compiled="used in 2 of 2 blocks"), operations.WITHOUT: job()}}
 OPERATIONS: Any = (
     operations.judge_speed,
     ({operations.WITH: job(), operations.WITHOUT: job()}, True),
@@ -391,6 +392,18 @@ FAULTS: dict[str, tuple[Judge, tuple[Any, ...], dict[str, tuple[Any, ...]]]] = {
             "it takes as much": ({operations.WITH: job(), operations.WITHOUT: job()}, True),
             "other losses": ({operations.WITH: SMALL, operations.WITHOUT: DIVERGED}, True),
             "it fails": ({operations.WITH: FAILED, operations.WITHOUT: job()}, True),
+        },
+    ),
+    "compiled blocks": (
+        operations.judge_compiled,
+        (COMPILED, job(), True),
+        {
+            "it is slower": ({"1B": {**COMPILED["1B"], operations.WITH: replace(SLOW, compiled="used")}}, job(), True),
+            "other losses": ({"1B": {**COMPILED["1B"], operations.WITHOUT: DIVERGED}}, job(), True),
+            "a resume has other weights": (COMPILED, job(weights="others"), True),
+            "nothing is compiled": ({"1B": dict.fromkeys(COMPILED["1B"], job())}, job(), True),
+            "it fails": ({"1B": {**COMPILED["1B"], operations.WITHOUT: FAILED}}, job(), True),
+            "its resume fails": (COMPILED, FAILED, True),
         },
     ),
     "speed at 1B": (

@@ -6,7 +6,8 @@ transformers calls it by its name, and makes no mask for a name that it has no f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils import deterministic
 from transformers import AttentionInterface
 
-from .layout import Layout
+from .layout import Layout, Places
 
 NAME = "rows_in_one_sequence"
 """Of this implementation, in the configuration of a model that trains. Checkpoints do not contain it."""
@@ -59,14 +60,10 @@ def attend_in_rows(
     if layout is None:
         return attend(query, key, value).transpose(1, 2).contiguous(), None
     sizes = layout.sizes()
-    if (
-        dropout == 0.0
-        and _has_kernel_of_rows(query, value)
-        and (sliding_window is not None or _fits(query, len(sizes)))
-    ):
+    if dropout == 0.0 and has_kernel_of_rows(query, value) and (sliding_window is not None or _fits(query, len(sizes))):
         # A call for each row needs masks for a window. Without gradients the choice is the same: a reference model has
         # to have the numbers of the policy.
-        attended = _attend_in_one_kernel(query, key, value, layout, scaling, sliding_window)
+        attended, _ = attend_in_one_kernel(query, key, value, layout, scaling, sliding_window)
         return repeatable(attended, len(sizes))[None], None
     parts = zip(*(tensor.split(sizes, dim=2) for tensor in (query, key, value)), strict=True)
     outputs = []
@@ -97,9 +94,10 @@ _LARGEST_HEAD_OF_SMALL_GPUS = 192
 _GPUS_FOR_LARGE_HEADS = ((8, 0), (9, 0), (10, 0))
 """Compute capabilities."""
 _flash_attention = torch.ops.aten._flash_attention_forward.default
+_flash_attention_backward = torch.ops.aten._flash_attention_backward.default
 
 
-def _has_kernel_of_rows(query: torch.Tensor, value: torch.Tensor) -> bool:
+def has_kernel_of_rows(query: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether one kernel computes all rows of a sequence on this device, in this dtype and release of torch."""
     if not _is_on_gpu(query) or query.dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -120,40 +118,78 @@ def _largest_head(device: torch.device) -> int:
     return LARGEST_HEAD if capability in _GPUS_FOR_LARGE_HEADS else _LARGEST_HEAD_OF_SMALL_GPUS
 
 
-def _attend_in_one_kernel(
+def attend_in_one_kernel(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     layout: Layout,
     scaling: float | None,
     window: int | None,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Flash attention of sequences of different lengths; its causal mask is aligned to the last query and key of a row.
 
     torch 2.11 documents it as `torch.nn.attention.varlen.varlen_attn`, which has the same bits, and whose forward and
     backward pass go by way of Python: an operator that is written so and computes nothing takes 0.1 ms of CPU time.
+
+    Returns:
+        The output, shape (tokens, heads, head size), and the logarithms of the sums, shape (heads, tokens).
     """
     places = layout.places(query.device)
+    tensors, options = _for_one_kernel(query, key, value, places, scaling, window)
+    attended, log_sums, *_ = _flash_attention(*tensors, *places[:4], 0.0, return_debug_mask=False, **options)
+    return attended, log_sums
+
+
+def differentiate_one_kernel(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attended: torch.Tensor,
+    log_sums: torch.Tensor,
+    layout: Layout,
+    scaling: float | None,
+    window: int | None,
+) -> list[torch.Tensor]:
+    """The gradients of `attend_in_one_kernel`, as autograd has them there, added in a fixed order where that fits.
+
+    Args:
+        gradient: of its output, in the shape of `attended`.
+
+    Returns:
+        Those of query, key and value, each of shape (tokens, its heads, head size) and contiguous.
+    """
+    places = layout.places(query.device)
+    tensors, options = _for_one_kernel(query, key, value, places, scaling, window)
+    # Without dropout its state is not read.
+    unread = {"rng_state": torch.zeros(2, dtype=torch.uint64, device=query.device), "unused": query.new_empty(0)}
+    with ExitStack() as stack:
+        if _fits(query, len(places.query_bounds) - 1):
+            stack.enter_context(_fixed_order())
+        of_query, *of_others = _flash_attention_backward(
+            gradient.contiguous(), *tensors, attended, log_sums, *places[:4], 0.0, **unread, **options
+        )
+    if places.keys is not None:
+        whole = [key.new_zeros(key.shape[2], *one.shape[1:]) for one in of_others]
+        of_others = [sums.index_add_(0, places.keys, one) for sums, one in zip(whole, of_others, strict=True)]
+    return [one.contiguous() for one in (of_query, *of_others)]
+
+
+def _for_one_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    places: Places,
+    scaling: float | None,
+    window: int | None,
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Queries, keys and values of shape (tokens, heads, head size), each row with its own keys, and the options."""
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if places.keys is not None:
         keys, values = keys.index_select(0, places.keys), values.index_select(0, places.keys)
-    attended: torch.Tensor
-    attended, *_ = _flash_attention(
-        queries,
-        keys,
-        values,
-        places.query_bounds,
-        places.key_bounds,
-        places.longest_query,
-        places.longest_key,
-        0.0,
-        is_causal=window is None,
-        return_debug_mask=False,
-        scale=scaling,
-        window_size_left=-1 if window is None else window - 1,
-        window_size_right=0,
-    )
-    return attended
+    left = -1 if window is None else window - 1
+    options = {"is_causal": window is None, "scale": scaling, "window_size_left": left, "window_size_right": 0}
+    return [queries, keys, values], options
 
 
 class _Attend(NamedTuple):
@@ -266,21 +302,29 @@ def repeatable(attended: torch.Tensor, rows: int = 1) -> torch.Tensor:
     """
     node = attended.grad_fn
     if node is not None and _REPEATABLE in type(node).__name__ and _fits(attended, rows):
-        before: list[tuple[int, bool]] = []
+        opened: list[ExitStack] = []
 
         def switch_on(*_: Any) -> None:
-            before.append((torch.get_deterministic_debug_mode(), deterministic.fill_uninitialized_memory))
-            torch.set_deterministic_debug_mode("error")
-            # The kernel writes all that it allocates: filling it with NaN first would be six more kernels.
-            deterministic.fill_uninitialized_memory = False
-
-        def switch_back(*_: Any) -> None:
-            mode, deterministic.fill_uninitialized_memory = before.pop()
-            torch.set_deterministic_debug_mode(mode)
+            opened.append(ExitStack())
+            opened[-1].enter_context(_fixed_order())
 
         node.register_prehook(switch_on)
-        node.register_hook(switch_back)
+        node.register_hook(lambda *_: opened.pop().close())
     return attended
+
+
+@contextmanager
+def _fixed_order() -> Iterator[None]:
+    """While this is open, the backward pass of flash attention adds in a fixed order."""
+    before = torch.get_deterministic_debug_mode(), deterministic.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode("error")
+    # The kernel writes all that it allocates: filling it with NaN first would be six more kernels.
+    deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        mode, deterministic.fill_uninitialized_memory = before
+        torch.set_deterministic_debug_mode(mode)
 
 
 def _fits(attended: torch.Tensor, rows: int) -> bool:

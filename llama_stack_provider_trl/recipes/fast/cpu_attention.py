@@ -50,7 +50,7 @@ def attend_on_cpu(
     if query.shape[1] != key.shape[1]:
         repeats = query.shape[1] // key.shape[1]
         key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
-    attended: torch.Tensor = _Attention.apply(query, key, value, _planned(layout), options.get("scaling"))
+    attended: torch.Tensor = _Attention.apply(query, key, value, planned(layout), options.get("scaling"))
     return attended, None
 
 
@@ -85,7 +85,8 @@ class _Queries(NamedTuple):
         return not look_back and self.own.end == row.own.begin and self.own.size == self.rows * row.own.size
 
 
-def _planned(layout: Layout) -> list[_Queries]:
+def planned(layout: Layout) -> list[_Queries]:
+    """The calls that the attention of a sequence takes."""
     queries: list[_Queries] = []
     end = 0
     for prefix, continuations in layout.groups:
@@ -111,22 +112,7 @@ class _Attention(torch.autograd.Function):
         plan: list[_Queries],
         scaling: float | None,
     ) -> torch.Tensor:
-        """The output, shape (1, tokens, heads, head size).
-
-        Args:
-            query: shape (1, heads, tokens, head size), as `key` and `value`.
-        """
-        _, heads, tokens, size = query.shape
-        attended, log_sums = query.new_empty(1, tokens, heads, size), query.new_empty(1, tokens, heads)
-        for queries in plan:
-            rows, own = queries.rows, _cut(query, queries.own, queries.rows)
-            found = (
-                _forward(own, _cut(key, span, rows), _cut(value, span, rows), 0.0, is_causal, scale=scaling)
-                for span, is_causal in queries.calls()
-            )
-            output, log_sum = reduce(_merged, found)
-            for part, whole in ((output, attended), (log_sum, log_sums)):
-                whole[0, slice(*queries.own)] = part.transpose(1, 2).flatten(0, 1)
+        attended, log_sums = attend_to_plan(query, key, value, plan, scaling)
         ctx.save_for_backward(query, key, value, attended, log_sums)
         ctx.plan, ctx.scaling = plan, scaling
         return attended
@@ -134,22 +120,64 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, attended, log_sums = ctx.saved_tensors
-        # As the layers before have them: the heads of a token next to each other.
-        of_query, *of_others = (query.new_empty(attended.shape).transpose(1, 2) for _ in range(3))
-        gradient, attended, log_sums = (tensor.transpose(1, 2) for tensor in (*gradients, attended, log_sums))
-        for queries in ctx.plan:
-            rows = queries.rows
-            given, own, *sums = (_cut(tensor, queries.own, rows) for tensor in (gradient, query, attended, log_sums))
-            for span, is_causal in queries.calls():
-                # With the sums over all keys, each call gives its part of the gradients.
-                parts = _backward(
-                    given, own, _cut(key, span, rows), _cut(value, span, rows), *sums, 0.0, is_causal, scale=ctx.scaling
-                )
-                places = (_cut(of_query, queries.own, rows), *(_cut(whole, span, rows) for whole in of_others))
-                for part, place in zip(parts, places, strict=True):
-                    # The causal call of a row comes first, and that of a prefix before those of the rows that share it.
-                    place.copy_(part) if is_causal else place.add_(part)
-        return of_query, *of_others, None, None
+        found = differentiate_plan(gradients[0], query, key, value, attended, log_sums, ctx.plan, ctx.scaling)
+        return *found, None, None
+
+
+def attend_to_plan(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: list[_Queries], scaling: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, shape (1, tokens, heads, head size), and the logarithms of the sums, shape (1, tokens, heads).
+
+    Args:
+        query: shape (1, heads, tokens, head size), as `key` and `value`.
+    """
+    _, heads, tokens, size = query.shape
+    attended, log_sums = query.new_empty(1, tokens, heads, size), query.new_empty(1, tokens, heads)
+    for queries in plan:
+        rows, own = queries.rows, _cut(query, queries.own, queries.rows)
+        found = (
+            _forward(own, _cut(key, span, rows), _cut(value, span, rows), 0.0, is_causal, scale=scaling)
+            for span, is_causal in queries.calls()
+        )
+        output, log_sum = reduce(_merged, found)
+        for part, whole in ((output, attended), (log_sum, log_sums)):
+            whole[0, slice(*queries.own)] = part.transpose(1, 2).flatten(0, 1)
+    return attended, log_sums
+
+
+def differentiate_plan(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attended: torch.Tensor,
+    log_sums: torch.Tensor,
+    plan: list[_Queries],
+    scaling: float | None,
+) -> list[torch.Tensor]:
+    """The gradients of query, key and value of `attend_to_plan`, in their shapes.
+
+    Args:
+        gradient: of its output.
+    """
+    # As the layers before have them: the heads of a token next to each other.
+    of_all = [query.new_empty(attended.shape).transpose(1, 2) for _ in range(3)]
+    of_query, *of_others = of_all
+    gradient, attended, log_sums = (tensor.transpose(1, 2) for tensor in (gradient, attended, log_sums))
+    for queries in plan:
+        rows = queries.rows
+        given, own, *sums = (_cut(tensor, queries.own, rows) for tensor in (gradient, query, attended, log_sums))
+        for span, is_causal in queries.calls():
+            # With the sums over all keys, each call gives its part of the gradients.
+            parts = _backward(
+                given, own, _cut(key, span, rows), _cut(value, span, rows), *sums, 0.0, is_causal, scale=scaling
+            )
+            places = (_cut(of_query, queries.own, rows), *(_cut(whole, span, rows) for whole in of_others))
+            for part, place in zip(parts, places, strict=True):
+                # The causal call of a row comes first, and that of a prefix before those of the rows that share it.
+                place.copy_(part) if is_causal else place.add_(part)
+    return of_all
 
 
 _forward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

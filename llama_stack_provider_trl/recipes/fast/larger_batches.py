@@ -45,7 +45,7 @@ def why_separate(spec: JobSpec) -> str:
         return "other workers would train on other rows"
     if spec.lora and spec.lora.dropout:
         return _DROPOUT
-    return _why_random(spec)
+    return why_random(spec)
 
 
 def larger_plans(spec: JobSpec, batch_plan: BatchPlan, dataset: Dataset, device: str) -> list[BatchPlan]:
@@ -64,7 +64,7 @@ def larger_plans(spec: JobSpec, batch_plan: BatchPlan, dataset: Dataset, device:
     return [batch_plan.with_batches_of(times * size) for times in merged]
 
 
-def _why_random(spec: JobSpec) -> str:
+def why_random(spec: JobSpec) -> str:
     """Why a forward of the model in training draws random numbers, which depend on the batch; empty: it draws none."""
     try:
         config: Any = load_config(spec.source).get_text_config()

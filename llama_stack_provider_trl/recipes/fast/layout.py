@@ -8,6 +8,7 @@ its own, with an empty prefix. Positions count from each row's start.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -40,6 +41,13 @@ class Layout:
         self.groups = tuple(groups)
         self._masks: dict[tuple[int, int, int, torch.dtype, torch.device], torch.Tensor] = {}
         self._places: dict[torch.device, Places] = {}
+
+    @cached_property
+    def encoded(self) -> torch.Tensor:
+        """The groups as `decoded` reads them, in CPU memory. Of pairs and of an even number of rows its odd size is no
+        size of a model."""
+        numbers = [number for prefix, parts in self.groups for number in (prefix, len(parts), *parts)]
+        return torch.tensor([len(self.groups), *numbers])
 
     def sizes(self) -> list[int]:
         """Tokens of the parts of the sequence: of each group its prefix with the first row, then its other rows."""
@@ -91,6 +99,22 @@ class Layout:
 
     def __reduce__(self) -> tuple[type[Layout], tuple[tuple[Group, ...]]]:
         return Layout, (self.groups,)  # processes that load batches send no masks
+
+
+def decoded(encoded: torch.Tensor) -> Layout:
+    """The layout with these groups, in one object for all blocks that compute a batch."""
+    return _decoded(tuple(encoded.tolist()))
+
+
+@lru_cache(maxsize=1)
+def _decoded(numbers: tuple[int, ...]) -> Layout:
+    following = iter(numbers)
+
+    def group() -> Group:
+        prefix, count = next(following), next(following)
+        return prefix, tuple(next(following) for _ in range(count))
+
+    return Layout([group() for _ in range(next(following))])
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

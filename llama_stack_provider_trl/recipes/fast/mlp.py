@@ -54,7 +54,7 @@ def tile_mlp(model: PreTrainedModel, spec: JobSpec, device: str) -> str:
         return f"not used: {reason}"
     names = set(model._no_split_modules or ())
     blocks = [module for module in model.modules() if type(module).__name__ in names]
-    networks: list[Any] = [network for block in blocks if _is_of_tokens(network := getattr(block, "mlp", None))]
+    networks: list[Any] = [network for block in blocks if is_of_tokens(network := getattr(block, "mlp", None))]
     for network in networks:
         network.forward = partial(_forward, network.forward)
     if not networks:
@@ -62,7 +62,7 @@ def tile_mlp(model: PreTrainedModel, spec: JobSpec, device: str) -> str:
     return f"used in {len(networks)} of {len(blocks)} blocks for batches of more than {LONG:,} tokens"
 
 
-def _is_of_tokens(network: Any) -> bool:
+def is_of_tokens(network: Any) -> bool:
     """Whether each token's output depends on its own input alone."""
     if not isinstance(network, torch.nn.Module) or not any(True for _ in network.children()):
         return False

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
 
+from ...errors import JobFailure
+from ...specs.events import Reason
+from ..distributed.heartbeat import heartbeat
+from ..fast.batches import forward_arguments
+from ..fast.compiled import COMPILED, compile_blocks, first_batch
 from ..fast.lora import fuse_lora
 from .data_order import DataOrder
 from .later_metrics import LaterMetrics
@@ -32,12 +38,55 @@ class RecipeTrainer(StepCheckpoints, DataOrder, Optimization, SourceLosses, Late
     """Of ranks that shard the model: whether its blocks stay gathered while it answers prompts."""
     fused_lora: str
     """Which LoRA layers compute as one operation, and why no others; empty: the job has none."""
+    compiled_blocks: str
+    """Which blocks are compiled, or why none."""
+    compile_seconds: dict[str, float]
+    """What that took, for the job's record; empty: nothing was compiled."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         if self.head_outputs:
             fuse_head(self.policy, outputs=self.head_outputs)
-        self.fused_lora = fuse_lora(self.model, self.spec, self.args.device.type) if self.spec.lora else ""
+        kind = self.args.device.type
+        self.fused_lora = fuse_lora(self.model, self.spec, kind) if self.spec.lora else ""
+        self.compiled_blocks, self.compile_seconds = compile_blocks(self.policy, self.spec, kind), {}
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's; then blocks are compiled."""
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        if self.compiled_blocks.startswith(COMPILED):
+            began = time.monotonic()
+            with heartbeat(self._writer):
+                self._compile(prepared[0])
+            self.compile_seconds = {"compile_seconds": round(time.monotonic() - began, 1)}
+        return prepared
+
+    def _compile(self, model: torch.nn.Module) -> None:
+        """Compute a batch that each attempt begins with as the job will compute its own.
+
+        Raises:
+            JobFailure: invalid_request, with what the compiler reports.
+        """
+        from torch._dynamo.exc import TorchDynamoException
+
+        inputs = self._prepare_inputs(first_batch(self.spec, self.train_dataset))
+        device = self.args.device
+        try:
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                for training in (True, False) if self.spec.data.validation else (True,):
+                    self.model.train(training)
+                    with torch.set_grad_enabled(training), self.scoring():
+                        scores = self.model(**forward_arguments(inputs)).log_probs
+                    if training:
+                        scores.sum().backward()
+        except TorchDynamoException as error:
+            raise JobFailure(
+                Reason.invalid_request,
+                f"compile_blocks is 'always', and the blocks of {self.spec.source.model!r} cannot be compiled here: "
+                f"{' '.join(str(error).split())[:600]}. Leave compile_blocks out, or send 'never'.",
+            ) from error
+        self.model.train()
+        model.zero_grad()
 
     @property
     def policy(self) -> Any:

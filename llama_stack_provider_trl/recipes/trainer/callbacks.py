@@ -124,6 +124,7 @@ class JobCallback(TrainerCallback):
                 total_parameters=total,
                 effective={
                     **self.effective,
+                    **self.trainer.compile_seconds,
                     "global_batch_size": self.trainer.batch_plan.rows_per_step,
                     "sharding": sharding,
                 },

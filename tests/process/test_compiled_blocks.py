@@ -1,0 +1,160 @@
+"""Blocks that torch's compiler turns into few kernels: the losses of eager ones, the same graphs for all batches, and
+the same bits after a resume. On a CPU Inductor compiles C++."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from llama_stack_provider_trl.recipes.fast import compiled
+from llama_stack_provider_trl.recipes.fast.cpu_attention import attend_on_cpu
+from llama_stack_provider_trl.recipes.fast.layout import Group, Layout, decoded
+from llama_stack_provider_trl.recipes.trainer.base import RecipeTrainer
+from llama_stack_provider_trl.specs.events import Event, Failed, Prepared, Progress, Reason
+from tests.required import IN_FULL
+from tests.tiny import tiny_decoder, tiny_model
+from tests.training import LORA, job_spec, of_kind, run
+
+# Warnings are errors here, and torch's compiler warns of its own code.
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
+needs_compiler = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="without a C++ compiler no block is compiled on a CPU"
+)
+GROUPS: dict[str, list[Group]] = {
+    "rows": [(0, (3,)), (0, (5,)), (0, (1,))],
+    "pairs": [(4, (3, 2)), (1, (1, 6))],
+    "both": [(0, (3,)), (2, (4, 1)), (0, (2,))],
+}
+ROWS = [{"prompt": f"Count to {n}", "completion": " ".join(map(str, range(1 + n * n % 23)))} for n in range(1, 19)]
+
+
+@pytest.mark.parametrize("key_heads", [4, 2])
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_attention_as_one_operator_has_the_bits_of_attention_in_rows(groups: Sequence[Group], key_heads: int) -> None:
+    layout, tokens = Layout(groups), sum(prefix + sum(sizes) for prefix, sizes in groups)
+    assert decoded(layout.encoded).groups == layout.groups
+    torch.manual_seed(0)
+    tensors = [torch.randn(1, tokens, heads, 8).transpose(1, 2).requires_grad_() for heads in (4, key_heads, key_heads)]
+    found = []
+    for attend, given in ((attend_on_cpu, layout), (compiled.attend_as_operator, layout.encoded)):
+        output, _ = attend(torch.nn.Module(), *tensors, None, layout=given, scaling=0.3)  # type: ignore[operator]
+        found.append([output, *torch.autograd.grad(output.square().sum(), tensors)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_the_compiler_is_told_the_shapes_and_gradients_of_attention_as_one_operator() -> None:
+    layout = Layout(GROUPS["both"])
+    given = [torch.randn(1, 12, 4, 8).transpose(1, 2).detach().requires_grad_() for _ in range(3)]
+    torch.library.opcheck(compiled._attend, (*given, layout.encoded, 0.3))
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many there are once a training's first batch is computed; each attempt begins as a process of its own."""
+    found, original = list[int](), RecipeTrainer._compile
+
+    def compiling(*arguments: Any) -> None:
+        torch._dynamo.reset()
+        counters.clear()
+        original(*arguments)
+        found.append(counters["stats"]["unique_graphs"])
+
+    monkeypatch.setattr(RecipeTrainer, "_compile", compiling)
+    yield found
+    torch._dynamo.reset()
+
+
+def losses(events: list[Event]) -> list[float]:
+    return [point.metrics["loss"] for point in of_kind(events, Progress)]
+
+
+@IN_FULL
+@needs_compiler
+@pytest.mark.parametrize("changes", [{}, {"validation_rows": ROWS[:5]}], ids=str)
+def test_compiled_blocks_have_eager_losses_no_graph_per_shape_and_the_same_bits_after_a_resume(
+    changes: dict[str, Any], graphs: list[int], tmp_path: Path
+) -> None:
+    changes = {"rows": ROWS, "batch_size": 3, "n_epochs": 2, "save_steps": 3, **changes}
+    eager = job_spec(tmp_path, tiny_model(), **changes)
+    _, expected = run(tmp_path / "eager", eager.changed(checkpoint_dir=tmp_path / "eager" / "checkpoints"))
+    spec = eager.changed(compile_blocks="always")
+    status, events = run(tmp_path / "attempts" / "1", spec)
+    assert status == 0, [failed.message for failed in of_kind(events, Failed)]
+    assert losses(events) == pytest.approx(losses(expected), rel=1e-5)
+    shown = of_kind(events, Prepared)[0].effective
+    assert (shown["compiled_blocks"], shown["attention"]) == ("used in 2 of 2 blocks", compiled.NAME)
+    assert shown["compile_seconds"] > 0
+    assert counters["stats"]["unique_graphs"] == graphs[0] > 0
+    weights = {path.name: path.read_bytes() for path in (spec.checkpoint_dir / "final").glob("*.safetensors")}
+    status, resumed = run(tmp_path / "attempts" / "2", spec, spec.checkpoint_dir / "checkpoint-3")
+    assert status == 0, [failed.message for failed in of_kind(resumed, Failed)]
+    assert losses(resumed) == losses(events)[3:]
+    assert weights == {path.name: path.read_bytes() for path in (spec.checkpoint_dir / "final").glob("*.safetensors")}
+    assert counters["inductor"]["fxgraph_cache_miss"] == 0  # the code of the first attempt
+    assert [path.name for path in tmp_path.glob("**/compiled")] == ["compiled"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "reason"),
+    [
+        ({"compile_blocks": "auto"}, "cuda", "compile_blocks is 'auto'"),
+        ({"compile_blocks": "never"}, "cuda", "compile_blocks is 'never'"),
+        ({}, "cpu", ""),
+        ({}, "cuda", "attention in fp32 on cuda is several operations"),
+        ({"dtype": "bf16"}, "cuda", ""),
+        ({"dtype": "bf16"}, "cpu", "attention in bf16 on cpu is several operations"),
+        ({}, "mps", "attention in fp32 on mps is several operations"),
+        ({"algorithm": "dpo"}, "cpu", "only those of SFT are"),
+        ({"lora": LORA}, "cpu", "LoRA layers are not compiled yet"),
+        ({"ranks": 2}, "cpu", "several ranks train, which are not compiled yet"),
+        ({"gradient_checkpointing": True}, "cpu", "activations are computed again, which is not compiled yet"),
+        ({"padding_free": False}, "cpu", "batches have padding"),
+        ({"tile_mlp": "always"}, "cpu", "networks compute in tiles"),
+        ({"activation_offloading": True}, "cpu", "activations wait in CPU memory"),
+    ],
+)
+def test_a_job_whose_blocks_are_not_compiled_has_the_reason(
+    changes: dict[str, Any], device: str, reason: str, tmp_path: Path
+) -> None:
+    algorithm = changes.get("algorithm", "sft")
+    given = {"compile_blocks": "always", **{name: one for name, one in changes.items() if name != "algorithm"}}
+    spec = job_spec(tmp_path, tiny_model(), algorithm, **given)
+    assert compiled.why_eager(spec, device) == reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "reason"),
+    [
+        ("mixtral", {}, "a block has no mlp of linear layers alone"),
+        ("mistral", {"sliding_window": 16}, "its attention has a sliding window"),
+        ("llama", {"attention_dropout": 0.1}, "dropout would leave out other units"),
+    ],
+)
+def test_a_training_of_a_model_whose_blocks_are_not_compiled_has_the_reason(
+    kind: str, changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    spec = job_spec(tmp_path, tiny_decoder(kind, **changes), compile_blocks="always", max_steps_per_epoch=1)
+    status, events = run(tmp_path / "run", spec)
+    assert status == 0, [failed.message for failed in of_kind(events, Failed)]
+    assert of_kind(events, Prepared)[0].effective["compiled_blocks"] == f"not used: {reason}"
+
+
+def test_a_job_whose_blocks_cannot_be_compiled_is_refused_with_what_the_compiler_reports(
+    graphs: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
+    status, events = run(tmp_path / "run", job_spec(tmp_path, tiny_model(), compile_blocks="always"))
+    assert status != 0
+    (failed,) = of_kind(events, Failed)
+    assert failed.reason is Reason.invalid_request
+    assert "compile_blocks is 'always'" in failed.message
+    assert "Leave compile_blocks out" in failed.message
+    assert not of_kind(events, Progress)
