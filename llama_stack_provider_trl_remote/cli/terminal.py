@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from llama_stack_provider_trl.specs.memory import PARTS
-from llama_stack_provider_trl.specs.methods import METHODS
 from llama_stack_provider_trl.specs.state_words import state_word
 from llama_stack_provider_trl.system.console import lines_of, show_json, show_lines, shown
 
@@ -188,6 +187,8 @@ def _next_commands(status: dict[str, Any], config: Mapping[str, Any]) -> list[st
         return [f"jobs show {shlex.quote(best['job_uuid'])}"]
     if not status["checkpoints"]:
         return []
+    from llama_stack_provider_trl.specs.methods import METHODS  # with pydantic, which no other command needs
+
     method = METHODS.get(config.get("algorithm", ""))
     answers = not config.get("work") and method is not None and not method.trains_reward
     return [*([f"chat {job}"] if answers else []), f"jobs pull {job} DIR"]
