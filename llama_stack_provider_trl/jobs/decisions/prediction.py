@@ -142,7 +142,7 @@ class _Ahead:
         attempt = self._running[job_uuid].attempt + 1 if job_uuid in self._running else 2 if job.tried else 1
         self._running[job_uuid] = RunningJob(job_uuid, JobState.in_progress, pace, job, attempt, self.time)
         if (seconds := pace.seconds_left) is None:
-            self._unknown.setdefault(job_uuid, f"job {job_uuid} starts before it and has not trained yet")
+            self._unknown.setdefault(job_uuid, f"{job_uuid} starts before it and has not trained yet")
         else:
             self._ends[job_uuid] = self.time + seconds
 
