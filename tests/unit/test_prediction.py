@@ -57,10 +57,10 @@ def test_a_free_device_is_taken_at_once_and_a_job_that_has_trained_before_has_a_
 @pytest.mark.parametrize(
     ("job", "why"),
     [
-        (running("runs"), "job runs has done no step yet"),
-        (running("runs", state=JobState.launching), "job runs has done no step yet"),
-        (running("runs", StepPace(9, 1.0, NOW), JobState.pausing), "job runs is pausing"),
-        (running("runs", StepPace(0, 1.0, NOW)), "job runs has done its steps and saves its result"),
+        (running("runs"), "runs has done no step yet"),
+        (running("runs", state=JobState.launching), "runs has done no step yet"),
+        (running("runs", StepPace(9, 1.0, NOW), JobState.pausing), "runs is pausing"),
+        (running("runs", StepPace(0, 1.0, NOW)), "runs has done its steps and saves its result"),
         (running("other", StepPace(9, 1.0, NOW)), "processes of job runs have not ended yet"),
     ],
 )
@@ -141,7 +141,7 @@ def test_a_critical_job_waits_for_a_job_that_is_not_paused_again_and_for_one_tha
     assert preempted(critical, held, [at_work("runs", StepPace(50_000, 2.0, NOW), attempt=2)]) == {"critical": 3540.0}
     assert preempted(critical, held, [at_work("runs", UNKNOWN)]) == {"critical": 0.0}
     pausing = at_work("runs", pace, state=JobState.pausing)
-    assert preempted(critical, held, [pausing]) == {"critical": "job runs is pausing"}
+    assert preempted(critical, held, [pausing]) == {"critical": "runs is pausing"}
 
 
 def test_a_critical_job_that_comes_later_pauses_one_that_is_predicted_to_have_started() -> None:

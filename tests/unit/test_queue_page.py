@@ -99,7 +99,7 @@ def do_steps(store: Store, clock: FakeClock) -> None:
 
 
 def test_waiting_jobs_have_their_start_as_far_as_it_is_known(store: Store, clock: FakeClock) -> None:
-    assert starts(store, clock)["waits"] == "job runs has done no step yet"
+    assert starts(store, clock)["waits"] == "runs has done no step yet"
     do_steps(store, clock)
     found = starts(store, clock)
     assert found.pop("waits-urgently") == 60.0
@@ -117,7 +117,7 @@ def test_a_critical_job_starts_at_once_where_it_preempts(store: Store, clock: Fa
     def start(*, preempts: bool) -> QueueRow:
         return queue_page(store, None, "critical", 9, 0, NODES, clock.now, preempts=preempts).data[0]
 
-    assert start(preempts=False).unpredicted == "job runs has done no step yet"
+    assert start(preempts=False).unpredicted == "runs has done no step yet"
     assert start(preempts=True).predicted_start == datetime.fromtimestamp(clock.now, UTC)
 
 

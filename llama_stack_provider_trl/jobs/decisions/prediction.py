@@ -240,11 +240,11 @@ def _ends(running: Iterable[RunningJob], now: float) -> tuple[dict[str, float], 
     for job in running:
         seconds, stepped_at = job.pace.seconds_left, job.pace.stepped_at
         if job.state in (JobState.pausing, JobState.cancelling):
-            unknown[job.job_uuid] = f"job {job.job_uuid} is {job.state}"
+            unknown[job.job_uuid] = f"{job.job_uuid} is {job.state}"
         elif seconds is None or stepped_at is None:
-            unknown[job.job_uuid] = f"job {job.job_uuid} has done no step yet"
+            unknown[job.job_uuid] = f"{job.job_uuid} has done no step yet"
         elif not seconds:
-            unknown[job.job_uuid] = f"job {job.job_uuid} has done its steps and saves its result"
+            unknown[job.job_uuid] = f"{job.job_uuid} has done its steps and saves its result"
         else:
             # Of a job that is overdue no more than the step that it is at counts as done.
             ends[job.job_uuid] = max(stepped_at, now - (job.pace.step_seconds or 0.0)) + seconds
@@ -255,7 +255,7 @@ def _why_blocked(after: Collection[str], unknown: Mapping[str, str]) -> str:
     if not after:
         return ""
     first = next((name for name in sorted(after) if name in unknown), min(after))
-    known = unknown.get(first, "").removeprefix(f"job {first} ")
+    known = unknown.get(first, "").removeprefix(f"{first} ")
     return f"it waits for job {first}" + (f", which {known}" if known else "")
 
 
