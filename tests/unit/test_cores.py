@@ -133,8 +133,7 @@ def test_a_job_that_waits_for_cores_names_how_many_are_free_and_who_has_the_othe
         "waiting for cores: needs 2 of 4 cores, free: 3 (held by x), older jobs come first"
     )
     assert why_waits(job("a", 2), {"cpu:0": "x", "w/cpu": "y"}, [machine(cpus=2), machine("w", 8)]) == (
-        "waiting for a node; head: needs 2 of 2 cores, free: 1 (held by x), "
-        "w: needs 2 of 8 cores, free: 0 (held by y)"
+        "waiting for a node; head: needs 2 of 2 cores, free: 1 (held by x), w: needs 2 of 8 cores, free: 0 (held by y)"
     )
 
 

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator
 from llama_stack_provider_trl.jobs.decisions.states import TERMINAL, JobState
 from llama_stack_provider_trl.jobs.store.store import Store
 
-from ..dependencies import StoredJobsDep, StoreDep
+from ..dependencies import StoreDep, StoredJobsDep
 from ..http.bodies import QueueResponse, QueueRow
 from ..http.declared_routes import Routes
 from ..jobs.stored_jobs import StoredJobs
