@@ -165,7 +165,7 @@ def test_the_start_of_a_job_is_predicted_from_the_jobs_that_have_the_cores() -> 
     assert found["one"] == PredictedStart(NOW + 20)
     assert found["both"] == PredictedStart(None, "one starts before it and has not trained yet")
     unknown = [RunningJob("x", JobState.in_progress, StepPace())]
-    assert predict(jobs[1:], [machine(cpus=2)], {"cpu": "x"}, unknown, NOW)["both"].why == "job x has done no step yet"
+    assert predict(jobs[1:], [machine(cpus=2)], {"cpu": "x"}, unknown, NOW)["both"].why == "x has done no step yet"
 
 
 def test_a_core_is_a_place_on_the_cpu() -> None:
