@@ -20,7 +20,7 @@ def test_a_job_that_saves_for_a_critical_one_ends_as_if_nothing_had_happened(bed
     bed.wait(lambda: trains(bed, "low", beyond=4), "the job trains", 240)
     submit(bed, dpo("normal", 4))
     submit(bed, dpo("critical", 4, priority="critical"))
-    bed.wait(lambda: "held by job low" in resources_of(bed, "critical")["detail"], "it waits for the job", 60)
+    bed.wait(lambda: "held by low" in resources_of(bed, "critical")["detail"], "it waits for the job", 60)
     release()
     assert bed.wait_for_end("critical")["status"] == "completed"
     assert bed.wait_for_end("normal")["status"] == "completed"

@@ -178,7 +178,10 @@ def test_a_job_is_checked_while_its_form_is_filled_in_and_queued(window: Window,
     window.login("submit")
     window.page.click("nav >> text=New job")
     window.page.fill("#job", "by-form")
+    chosen = ".presets [aria-current]"
+    assert window.page.inner_text(chosen) == "LoRA"
     window.page.click("text=Full fine-tuning")
+    assert window.page.inner_text(chosen) == "Full fine-tuning"
     assert (window.page.input_value("#tuning"), window.page.input_value("#job")) == ("full", "by-form")
     window.page.click(".presets a >> nth=0")
     assert (window.page.input_value("#tuning"), window.page.input_value("#lora_rank")) == ("lora", "16")
@@ -186,6 +189,7 @@ def test_a_job_is_checked_while_its_form_is_filled_in_and_queued(window: Window,
     # Not any answer: between two fields the form may have been checked without the second one.
     window.page.wait_for_selector("#answer:has-text('80 = 2 x 40') .state.completed", timeout=60_000)
     assert "n_epochs: 2" in window.page.inner_text("#same")
+    assert window.page.inner_text("#answer p >> nth=0") == "It fits"
     window.fill(max_seq_length="1")
     window.page.wait_for_selector("#answer [role=alert]", timeout=60_000)
     assert "max_seq_length" in window.page.inner_text("#answer [role=alert]")
@@ -194,6 +198,10 @@ def test_a_job_is_checked_while_its_form_is_filled_in_and_queued(window: Window,
     window.page.click("text=Queue the job")
     window.page.wait_for_selector("h1:has-text('by-form')")
     service.wait("by-form", "completed")
+    window.open("/new")
+    assert window.page.input_value("#model") == str(tiny_model())
+    window.fill(model=tiny_model().name, dataset="questions")
+    window.page.wait_for_selector(f"#answer [role=alert]:has-text('did you mean {tiny_model()}?')")
 
 
 def test_a_file_is_uploaded_and_its_rows_are_read_searched_trained_and_deleted(
@@ -210,6 +218,9 @@ def test_a_file_is_uploaded_and_its_rows_are_read_searched_trained_and_deleted(
         window.page.wait_for_selector("#uploads .wrong", timeout=30_000)
     assert "not JSON" in window.page.inner_text("#uploads .wrong")
     assert "colours: 3 rows" in window.page.inner_text("#uploads li >> nth=0")
+    uses = window.page.inner_text("[aria-label=Datasets] tr:has-text('colours') .use")  # the list has it by now
+    assert uses.split() == ["Train", "on", "it", "Token", "view"]
+    assert window.faults() == []
     assert window.refused, "a browser reports the answer of 400"
     window.refused.clear()
     window.open("/data?search=COL")

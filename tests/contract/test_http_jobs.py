@@ -85,7 +85,7 @@ def failed(stack: LlamaStack, submitted: Submitted) -> Json:
 def test_a_queued_job_is_scheduled_and_reports_which_job_holds_the_device(submitted: Submitted) -> None:
     assert submitted.queued["status"] == "scheduled"
     assert submitted.queued["started_at"] is None
-    assert submitted.queued["resources_allocated"]["detail"] == f"waiting for device cpu (held by job {submitted.dpo})"
+    assert submitted.queued["resources_allocated"]["detail"] == f"waiting for cpu (held by {submitted.dpo})"
 
 
 def test_a_job_cancelled_in_the_queue_is_cancelled_at_once_and_never_starts(

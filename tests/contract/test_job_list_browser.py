@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -56,6 +57,19 @@ def test_eighteen_jobs_are_in_the_first_screen_with_their_curves_and_reasons(win
     assert re.search(r"\d+:\d\d min left", text)
     assert "out_of_memory" in window.page.inner_text("tr[data-job=too-large] .reason")
     assert window.page.inner_text("tr[data-job=next-in-line] .reason .steps").startswith("start")
+
+
+def test_progress_begins_at_what_the_page_shows_and_never_goes_back(window: Window) -> None:
+    script = """async () => {
+        const { isBehind } = await import("/static/stream.js");
+        return ["1-90", "1-100", "1-101", "2-0"].map((cursor) => isBehind(cursor, "1-100"));
+    }"""
+    assert window.page.evaluate(script) == [False, False, True, True]
+    with window.page.expect_request("**/v1/post-training/events?*") as requested:
+        window.open("/")
+    followed = dict(json.loads(window.page.text_content("#followed") or ""))
+    assert followed["trains"] == "1-1"
+    assert parse_qs(urlsplit(requested.value.url).query)["after"] == ["~".join(followed.values())]
 
 
 def test_a_click_on_a_head_sorts_by_it_and_the_address_has_it(window: Window) -> None:
@@ -116,6 +130,10 @@ def test_the_palette_and_keys_lead_to_jobs_and_pages(window: Window) -> None:
     page = window.page
     page.keyboard.press("Control+k")
     page.wait_for_selector("#palette[open]")
+    page.keyboard.type("st")
+    page.wait_for_selector("#palette li:has-text('trains')")
+    assert page.inner_text("#palette li >> nth=0").startswith("stopped"), "its name begins with it, not its model"
+    page.fill("#palette input", "")
     page.keyboard.type("lr-search-3")
     page.wait_for_selector("#palette li:has-text('lr-search-3') >> nth=1")  # the search for it is there before the job
     assert window.faults() == []
@@ -145,16 +163,16 @@ def test_ticked_jobs_are_cancelled_and_deleted_and_a_refusal_is_shown(window: Wi
     assert not window.page.locator(".ticked").is_visible()
     for name in ("held", "stopped"):
         window.page.check(f"input[name=job][value={name}]")
-    window.page.click(".ticked >> text=Cancel")
+    window.page.click(".ticked >> text=Cancel jobs")
     poll(lambda: service.state("held") == "cancelled", "the job is cancelled", timeout=20)
     window.page.wait_for_selector("tr[data-job=held] .state.cancelled")
     window.open("/?search=held")
     window.page.check("input[name=job][value=held]")
-    window.page.click(".ticked >> text=Delete")
+    window.page.click(".ticked >> text=Delete jobs")
     window.page.wait_for_selector("main:has-text('There is none')")
     window.open("/")
     window.page.check("input[name=job][value=base]")
-    window.page.click(".ticked >> text=Delete")
+    window.page.click(".ticked >> text=Delete jobs")
     window.page.wait_for_selector("#live:has-text('base-eval')")
     assert service.state("base") == "completed"
 

@@ -123,7 +123,7 @@ def test_of_two_jobs_posted_at_once_the_second_waits_and_names_the_first(
 ) -> None:
     home = service.data_dir.resolve() / "jobs"
     assert two.waiting["status"] == "scheduled"
-    assert two.waiting["resources_allocated"]["detail"] == f"waiting for device cpu (held by job {two.first})"
+    assert two.waiting["resources_allocated"]["detail"] == f"waiting for cpu (held by {two.first})"
     assert two.tasks == [home / two.first / "attempts" / "1"]
     assert two.listening == [ports.start]
 
@@ -348,7 +348,7 @@ def test_jobs_that_train_side_by_side_share_no_device_no_port_and_no_directory(
         (waiting,) = {f"job-{number}" for number in range(3)} - {spec["job_uuid"] for spec in specs}
         held = service.get("/nodes").json()["data"][0]["jobs"]
         assert Counter(held.values()) == Counter({spec["job_uuid"]: 2 for spec in specs})
-        shown = ", ".join(f"{device} (held by job {held[device]})" for device in sorted(held))
+        shown = ", ".join(f"{device} (held by {held[device]})" for device in sorted(held))
         expected = f"waiting for 2 devices; held: {shown}"
         # The first of the two may have been placed a poll of the supervisor earlier.
         poll(lambda: service.status(waiting)["resources_allocated"]["detail"] == expected, expected, timeout=20)

@@ -99,9 +99,9 @@ def test_two_jobs_with_reserved_cores_share_the_cpu_and_everything_that_is_kille
     for name, core in zip((first, second), numbers, strict=True):
         assert affinity(service, name), name
         assert all(cores == {core} for cores in affinity(service, name)), name
-    full = "waiting for cores: needs 1 of 2 cores, free: 0 (held by job first, second)"
+    full = "waiting for cores: needs 1 of 2 cores, free: 0 (held by first, second)"
     poll(lambda: detail(service, third) == full, full, timeout=10)
-    held = "waiting for device cpu (held by job first, second)"
+    held = "waiting for cpu (held by first, second)"
     poll(lambda: detail(service, whole) == held, held, timeout=10)
     assert service.get("/nodes").json()["data"][0]["jobs"] == {"cpu:0": first, "cpu:1": second}
     page = " ".join(service.get("/nodes", prefix="").text.split())

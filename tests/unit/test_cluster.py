@@ -653,7 +653,7 @@ def test_without_a_spare_the_job_waits_names_the_node_and_continues_when_it_is_b
     assert "waiting for 2 nodes; c is silent since" in pair.job().detail
     pair.pass_time(1, "b", "c")
     # Its old task may still run there.
-    assert "c/cpu (held by job a)" in pair.job().detail
+    assert "c/cpu (held by a)" in pair.job().detail
     pair.gone("c")
     pair.pass_time(1, "b", "c")
     assert (pair.job().attempt, pair.job().device) == (2, "b/cpu,c/cpu")

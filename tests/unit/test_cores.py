@@ -124,25 +124,24 @@ def test_cores_are_kept_on_one_node_and_young_jobs_run_on_the_others() -> None:
 
 def test_a_job_that_waits_for_cores_names_how_many_are_free_and_who_has_the_others() -> None:
     assert why_waits(job("a", 2), {"cpu:0": "x", "cpu:1": "x", "cpu:2": "y"}, [machine()]) == (
-        "waiting for cores: needs 2 of 4 cores, free: 1 (held by job x, y)"
+        "waiting for cores: needs 2 of 4 cores, free: 1 (held by x, y)"
     )
     assert why_waits(job("a", 2), {"cpu": "x"}, [machine()]) == (
-        "waiting for cores: needs 2 of 4 cores, free: 0 (held by job x)"
+        "waiting for cores: needs 2 of 4 cores, free: 0 (held by x)"
     )
     assert why_waits(job("a", 2), {"cpu:0": "x"}, [machine()]) == (
-        "waiting for cores: needs 2 of 4 cores, free: 3 (held by job x), older jobs come first"
+        "waiting for cores: needs 2 of 4 cores, free: 3 (held by x), older jobs come first"
     )
     assert why_waits(job("a", 2), {"cpu:0": "x", "w/cpu": "y"}, [machine(cpus=2), machine("w", 8)]) == (
-        "waiting for a node; head: needs 2 of 2 cores, free: 1 (held by job x), "
-        "w: needs 2 of 8 cores, free: 0 (held by job y)"
+        "waiting for a node; head: needs 2 of 2 cores, free: 1 (held by x), w: needs 2 of 8 cores, free: 0 (held by y)"
     )
 
 
 def test_a_job_that_waits_for_a_whole_cpu_names_all_jobs_that_have_cores_of_it() -> None:
     held = {"cpu:0": "x", "cpu:1": "y"}
-    assert why_waits(Queued("a", "cpu", 1), held, [machine()]) == "waiting for device cpu (held by job x, y)"
+    assert why_waits(Queued("a", "cpu", 1), held, [machine()]) == "waiting for cpu (held by x, y)"
     assert why_waits(job("a", None), held, [machine(), machine("w", 4, why_closed="cordoned")]) == (
-        "waiting for a node; w is cordoned; cpu (held by job x, y)"
+        "waiting for a node; w is cordoned; cpu (held by x, y)"
     )
 
 
@@ -164,9 +163,9 @@ def test_the_start_of_a_job_is_predicted_from_the_jobs_that_have_the_cores() -> 
     jobs = [WaitingJob(job("one", 1), 0.0, StepPace()), WaitingJob(job("both", 2, 2), 0.0, StepPace())]
     found = predict(jobs, [machine(cpus=2)], held, at_work, NOW)
     assert found["one"] == PredictedStart(NOW + 20)
-    assert found["both"] == PredictedStart(None, "job one starts before it and has not trained yet")
+    assert found["both"] == PredictedStart(None, "one starts before it and has not trained yet")
     unknown = [RunningJob("x", JobState.in_progress, StepPace())]
-    assert predict(jobs[1:], [machine(cpus=2)], {"cpu": "x"}, unknown, NOW)["both"].why == "job x has done no step yet"
+    assert predict(jobs[1:], [machine(cpus=2)], {"cpu": "x"}, unknown, NOW)["both"].why == "x has done no step yet"
 
 
 def test_a_core_is_a_place_on_the_cpu() -> None:

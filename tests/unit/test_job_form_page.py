@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl_remote.service.pages import job_pages, job_view, new_job_pages, rendering
-from llama_stack_provider_trl_remote.service.pages.job_form import FORM_METHODS, fields_of
+from llama_stack_provider_trl_remote.service.pages.job_form import FORM_METHODS, PRESETS, fields_of, preset_of
+from tests.fakes import job_spec
 from tests.plugins import install_example
 
 FIELDS = rendering._environment().get_template("fields.html").module
@@ -62,9 +64,35 @@ def test_requests_are_written_beside_the_event_loop(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(job_pages, name, nothing)
     monkeypatch.setattr(new_job_pages, "page", nothing)
     some: Any = SimpleNamespace(
-        base_url="http://head:1/", names=list, queue_page=lambda *_: ([], None), status=nothing, role="submit"
+        base_url="http://head:1/", names=list, queue_page=lambda *_, **__: ([], None), status=nothing, role="submit"
     )
     asyncio.run(new_job_pages._page(some, some, some, {"model": "m"}))
     asyncio.run(job_pages.job_page(some, some, some, some, "a"))
     assert len(threads) == 2
     assert threading.get_ident() not in threads
+
+
+def test_a_form_begins_with_the_newest_model_and_names_the_one_that_a_short_name_means(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert new_job_pages._newest_model(store) == ""
+    for number, model in enumerate(("/models/tiny-chat", "org/base")):
+        store.add_job(job_spec(f"job-{number}", model=model), "digest")
+    assert new_job_pages._newest_model(store) == "org/base"
+    refuse = new_job_pages._refuse_unknown_model
+    with pytest.raises(InvalidRequest, match=r"'tiny-chat'.*: did you mean /models/tiny-chat\?"):
+        refuse({"model": "tiny-chat"}, store)
+    for model in ("", "job:a", "gpt2", "org/base", "/models/tiny-chat"):
+        refuse({"model": model}, store)
+    with pytest.raises(InvalidRequest, match="not on this machine, which is offline"):
+        refuse({"model": "gpt2"}, store, True)
+    (tmp_path / "gpt2").mkdir()
+    refuse({"model": "gpt2"}, store, True)
+
+
+def test_the_preset_that_a_form_has_is_named() -> None:
+    for name, preset in PRESETS.items():
+        assert preset_of({**preset.fields, "epochs": "3"}) == name
+    assert preset_of({**PRESETS["lora"].fields, "lora_rank": "8"}) == ""

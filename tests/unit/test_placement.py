@@ -66,11 +66,11 @@ def test_a_device_that_the_node_does_not_have_suits_no_job(wanted: str) -> None:
 
 def test_a_waiting_job_names_the_holder_of_its_device() -> None:
     (any_device,), (cpu,), (third_gpu,) = queue("auto"), queue("cpu"), queue("cuda:3")
-    assert why_waiting(any_device, {"cpu": "job-7"}, ["cpu"]) == "waiting for device cpu (held by job job-7)"
+    assert why_waiting(any_device, {"cpu": "job-7"}, ["cpu"]) == "waiting for cpu (held by job-7)"
     assert "does not have: it has cpu" in why_waiting(third_gpu, {}, ["cpu"])
     assert why_waiting(cpu, {}, ["cpu"]) == ""
     pair = Queued("a", "auto", 1, ranks=2)
-    assert why_waiting(pair, {"cuda:1": "job-7"}, GPUS) == "waiting for 2 devices; held: cuda:1 (held by job job-7)"
+    assert why_waiting(pair, {"cuda:1": "job-7"}, GPUS) == "waiting for 2 devices; held: cuda:1 (held by job-7)"
     assert why_waiting(pair, {}, GPUS) == "waiting for 2 devices; held: none, but older jobs come first"
     assert why_waiting(any_device, {"cpu": "job-7"}, ("cuda:0", "cpu")) == ""
     assert "this node has 2 that serve" in why_waiting(Queued("a", "auto", 1, ranks=3), {}, GPUS)
@@ -111,7 +111,7 @@ def test_a_job_takes_the_service_s_own_machine_first_and_others_when_that_is_tak
 
 def test_a_job_that_requested_no_nodes_stays_at_home() -> None:
     assert place([Queued("a", "cpu", 1)], [HEAD, node("b")], ["cpu"]) == {}
-    assert why_waits(Queued("a", "cpu", 1), {"cpu": "x"}, [HEAD, node("b")]) == "waiting for device cpu (held by job x)"
+    assert why_waits(Queued("a", "cpu", 1), {"cpu": "x"}, [HEAD, node("b")]) == "waiting for cpu (held by x)"
 
 
 def test_all_nodes_of_a_job_or_none() -> None:
@@ -120,7 +120,7 @@ def test_all_nodes_of_a_job_or_none() -> None:
     assert place([pair], nodes, []) == {"job-1": ("cpu", "b/cpu")}
     assert place([pair], nodes, ["cpu"]) == {"job-1": ("b/cpu", "c/cpu")}
     assert place([pair], nodes, ["cpu", "b/cpu"]) == {}
-    assert "held by job x" in why_waits(pair, {"cpu": "x", "b/cpu": "x"}, nodes)
+    assert "held by x" in why_waits(pair, {"cpu": "x", "b/cpu": "x"}, nodes)
     assert why_waits(pair, {}, nodes) == "waiting for 2 nodes: older jobs come first"
     assert why_waits(wants(), {}, nodes) == ""  # it starts at the next poll
     assert why_waits(pair, {}, [HEAD]) == "waiting for 2 nodes: 1 of 1 can serve it"
@@ -168,7 +168,7 @@ def test_two_agents_on_one_machine_are_one_machine() -> None:
     assert place([wants(nodes=2)], nodes[:2], []) == {"job-1": ("cpu",)}
     assert place([wants(nodes=3)], nodes, ["c/cpu"]) == {}
     assert place([wants(nodes=3)], [*nodes[:2], node("c", machine="n", why_closed="silent")], []) == {}
-    assert why_waits(wants(nodes=3), {"c/cpu": "other"}, nodes) == "waiting for 2 nodes; c/cpu (held by job other)"
+    assert why_waits(wants(nodes=3), {"c/cpu": "other"}, nodes) == "waiting for 2 nodes; c/cpu (held by other)"
     assert place([wants(nodes=4)], nodes, []) == {}
     assert "waiting for 4 nodes: 2 of 3" in why_waits(wants(nodes=4), {}, nodes)
     last = wants(nodes=3, min_nodes=3, tried=True)
@@ -211,7 +211,7 @@ def test_only_gpus_with_enough_memory_are_given() -> None:
     assert place([wants(device="cuda", gpu_memory_gb=40)], nodes, ["b/cuda:1"]) == {}
     one_held = {"b/cuda:0": "x", "b/cuda:1": "y"}
     message = why_waits(wants(device="cuda", gpu_memory_gb=40), one_held, nodes)
-    assert message == "waiting for a node; b/cuda:1 (held by job y)"
+    assert message == "waiting for a node; b/cuda:1 (held by y)"
     assert place([wants(device="cpu", gpu_memory_gb=40)], nodes, ["b/cpu"]) == {"job-1": ("cpu",)}
     two = wants(device="cuda", gpu_memory_gb=40, per_node=2)
     assert "b has 1 GPUs with 40 GiB" in why_waits(two, {}, nodes)
@@ -231,7 +231,7 @@ def test_auto_on_a_service_without_gpus_means_the_gpus_of_the_nodes() -> None:
     assert place([wants(device="cpu"), wants(2, home=True)], nodes, ["b/cuda:0"]) == {"job-1": ("cpu",)}
     assert place([Queued("a", "auto", 1)], nodes, []) == {"a": ("cpu",)}, "a job that stays at home"
     message = why_waits(wants(), {"b/cuda:0": "x", "b/cuda:1": "y"}, nodes)
-    assert message == "waiting for a node; b/cuda:0 (held by job x), b/cuda:1 (held by job y)"
+    assert message == "waiting for a node; b/cuda:0 (held by x), b/cuda:1 (held by y)"
     silent = [HEAD, node("b", *GPUS, why_closed="silent since 12:00:00 UTC")]
     assert place([wants()], silent, []) == {}, "a job does not move to the CPU because its GPUs are silent for a moment"
     assert why_waits(wants(), {}, silent) == "waiting for a node; b is silent since 12:00:00 UTC"
@@ -397,7 +397,7 @@ def test_a_job_that_may_continue_with_fewer_nodes_has_as_many_kept() -> None:
     assert place(jobs, nodes, ["b/cpu"], now=PATIENCE + 1) == {}
     assert place(jobs, nodes, [], now=PATIENCE + 1) == {"job-1": ("cpu", "b/cpu")}
     held = {"b/cpu": "x"}
-    because = "c is silent since 12:00:00 UTC; b/cpu (held by job x)"
+    because = "c is silent since 12:00:00 UTC; b/cpu (held by x)"
     assert why_waits(tried, held, nodes) == f"waiting for 2 nodes; {because}"
     assert why_waits(tried._replace(tried=False), held, nodes) == f"waiting for 3 nodes; {because}"
 
@@ -447,7 +447,7 @@ def test_of_jobs_that_ask_for_the_same_only_the_first_is_tried(monkeypatch: pyte
 def test_of_many_that_hold_what_a_job_waits_for_a_few_are_named() -> None:
     nodes = [HEAD, *(node(name) for name in "bcdefg")]
     held = {one.place("cpu"): "x" for one in nodes}
-    named = ", ".join(f"{place_} (held by job x)" for place_ in list(held)[:5])
+    named = ", ".join(f"{place_} (held by x)" for place_ in list(held)[:5])
     assert why_waits(wants(), held, nodes[:5]) == f"waiting for a node; {named}"
     assert why_waits(wants(), held, nodes) == f"waiting for a node; {named} and 2 more"
 
@@ -490,4 +490,4 @@ def test_a_job_that_waits_for_whole_gpus_is_not_promised_slices() -> None:
         "waiting for 3 whole GPUs; this node has 2, and 2 MIG slices, where a job has one process"
     )
     held = why_waits(Queued("a", "auto", 1, ranks=2), {"cuda:1": "x", "cuda:3": "y"}, [head])
-    assert held == "waiting for 2 devices; held: cuda:3 (held by job y)"
+    assert held == "waiting for 2 devices; held: cuda:3 (held by y)"

@@ -41,7 +41,7 @@ def test_a_job_starts_when_the_one_before_it_has_done_its_steps_and_the_next_is_
     jobs = [waiting("next", 1), waiting("later", 2)]
     assert starts(jobs, {"cpu": "runs"}, [running("runs", StepPace(30, 2.0, NOW - 1))]) == {
         "next": 59.0,
-        "later": "job next starts before it and has not trained yet",
+        "later": "next starts before it and has not trained yet",
     }
 
 
@@ -50,17 +50,17 @@ def test_a_free_device_is_taken_at_once_and_a_job_that_has_trained_before_has_a_
     assert starts(jobs, {}, []) == {
         "urgent": 0.0,
         "old": 30.0,
-        "late": "job old starts before it and has not trained yet",
+        "late": "old starts before it and has not trained yet",
     }
 
 
 @pytest.mark.parametrize(
     ("job", "why"),
     [
-        (running("runs"), "job runs has done no step yet"),
-        (running("runs", state=JobState.launching), "job runs has done no step yet"),
-        (running("runs", StepPace(9, 1.0, NOW), JobState.pausing), "job runs is pausing"),
-        (running("runs", StepPace(0, 1.0, NOW)), "job runs has done its steps and saves its result"),
+        (running("runs"), "runs has done no step yet"),
+        (running("runs", state=JobState.launching), "runs has done no step yet"),
+        (running("runs", StepPace(9, 1.0, NOW), JobState.pausing), "runs is pausing"),
+        (running("runs", StepPace(0, 1.0, NOW)), "runs has done its steps and saves its result"),
         (running("other", StepPace(9, 1.0, NOW)), "processes of job runs have not ended yet"),
     ],
 )
@@ -78,7 +78,7 @@ def test_a_job_of_two_ranks_waits_for_both_devices() -> None:
     at_work = [running("short", StepPace(10, 1.0, NOW)), running("long", StepPace(90, 1.0, NOW))]
     assert starts([waiting("pair", 1, ranks=2), waiting("single", 2)], held, at_work, TWO) == {
         "single": 10.0,
-        "pair": "job single starts before it and has not trained yet",
+        "pair": "single starts before it and has not trained yet",
     }
     assert starts([waiting("pair", 1, ranks=2)], held, at_work, TWO) == {"pair": 90.0}
 
@@ -129,7 +129,7 @@ def test_a_critical_job_starts_where_others_save_and_wait_and_these_continue_aft
     assert preempted([*jobs, waiting("second", 3, priority=2)], held, runs) == {
         "critical": 0.0,
         "second": 20.0,
-        "next": "job second starts before it and has not trained yet",
+        "next": "second starts before it and has not trained yet",
     }
 
 
@@ -141,7 +141,7 @@ def test_a_critical_job_waits_for_a_job_that_is_not_paused_again_and_for_one_tha
     assert preempted(critical, held, [at_work("runs", StepPace(50_000, 2.0, NOW), attempt=2)]) == {"critical": 3540.0}
     assert preempted(critical, held, [at_work("runs", UNKNOWN)]) == {"critical": 0.0}
     pausing = at_work("runs", pace, state=JobState.pausing)
-    assert preempted(critical, held, [pausing]) == {"critical": "job runs is pausing"}
+    assert preempted(critical, held, [pausing]) == {"critical": "runs is pausing"}
 
 
 def test_a_critical_job_that_comes_later_pauses_one_that_is_predicted_to_have_started() -> None:

@@ -247,7 +247,7 @@ def test_what_one_job_has_given_up_is_kept_until_the_last_one_has_saved(service:
     service.save("a")
     service.supervisor.tick()
     assert service.devices("a", "b", "young", "critical") == ["", "cuda:1", "", ""]
-    assert service.store.get("young").detail == "waiting for device cuda:1 (held by job b)"
+    assert service.store.get("young").detail == "waiting for cuda:1 (held by b)"
     kept = "waiting: the free devices are kept for jobs that come first"
     assert service.store.get("pinned").detail == kept
     service.save("b")
@@ -262,7 +262,7 @@ def test_without_the_setting_a_critical_job_waits_for_the_next_free_device(servi
     service.add("critical", priority=2)
     service.supervisor.tick()
     assert (service.pauses("a"), service.pauses("b")) == (0, 0)
-    assert service.store.get("critical").detail.startswith("waiting for device cuda:0 (held by job a)")
+    assert service.store.get("critical").detail.startswith("waiting for cuda:0 (held by a)")
 
 
 def test_a_job_that_has_not_begun_to_train_is_paused_once_it_has(service: Service) -> None:

@@ -99,11 +99,11 @@ def do_steps(store: Store, clock: FakeClock) -> None:
 
 
 def test_waiting_jobs_have_their_start_as_far_as_it_is_known(store: Store, clock: FakeClock) -> None:
-    assert starts(store, clock)["waits"] == "job runs has done no step yet"
+    assert starts(store, clock)["waits"] == "runs has done no step yet"
     do_steps(store, clock)
     found = starts(store, clock)
     assert found.pop("waits-urgently") == 60.0
-    assert set(found.values()) == {"job waits-urgently starts before it and has not trained yet"}
+    assert set(found.values()) == {"waits-urgently starts before it and has not trained yet"}
     rows = queue_page(store, None, None, 100, 0, NODES, clock.now).data
     assert {row.state for row in rows if row.predicted_start or row.unpredicted} == {"scheduled"}
     assert not [row for row in queue_page(store, None, None, 100, 0).data if row.predicted_start or row.unpredicted]
@@ -117,7 +117,7 @@ def test_a_critical_job_starts_at_once_where_it_preempts(store: Store, clock: Fa
     def start(*, preempts: bool) -> QueueRow:
         return queue_page(store, None, "critical", 9, 0, NODES, clock.now, preempts=preempts).data[0]
 
-    assert start(preempts=False).unpredicted == "job runs has done no step yet"
+    assert start(preempts=False).unpredicted == "runs has done no step yet"
     assert start(preempts=True).predicted_start == datetime.fromtimestamp(clock.now, UTC)
 
 
@@ -128,7 +128,7 @@ def test_the_paused_job_that_is_queued_again_has_the_duration_that_it_had_left(s
     store.request_resume("runs")
     for name in ("waits-urgently", "waits-longer", "retried", "retried-late"):
         store.request_cancel(name)
-    assert starts(store, clock) == {"runs": "job waits starts before it and has not trained yet", "waits": 0.0}
+    assert starts(store, clock) == {"runs": "waits starts before it and has not trained yet", "waits": 0.0}
     store.request_cancel("waits")
     assert starts(store, clock) == {"runs": 0.0}
 

@@ -93,6 +93,8 @@ def test_what_is_read_at_once_is_of_one_moment(store: Store, tmp_path: Path) -> 
             CheckpointSaved(kind="step", step=2, epoch=1, path=tmp_path / "checkpoint-2", train_loss=1.0),
         ]
         assert other.apply_events("job-1", 1, events, 100)
+        with store.snapshot():
+            assert store.get("job-1").started_at is None
         assert (before.started_at, store.checkpoints("job-1")) == (None, [])
     assert store.get("job-1").started_at
     assert len(store.checkpoints("job-1")) == 1

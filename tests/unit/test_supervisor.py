@@ -196,7 +196,7 @@ def test_one_device_trains_one_job_at_a_time_oldest_first(world: World) -> None:
 def test_a_waiting_job_reports_what_it_waits_for_until_it_starts(world: World) -> None:
     world.add("a", "b")
     world.tick()
-    assert world.job("b").detail == "waiting for device cpu (held by job a)"
+    assert world.job("b").detail == "waiting for cpu (held by a)"
     world.launcher.exit("a-1", 1)
     world.tick()
     assert (world.state("b"), world.job("b").detail) == (JobState.launching, "")
@@ -1094,7 +1094,7 @@ def test_a_poll_at_which_nothing_has_changed_decides_nothing(world: World, monke
     assert requested == ["b", "b"]
     world.add("c", priority=1)
     world.tick()
-    assert world.job("c").detail == "waiting for device cpu (held by job a)"
+    assert world.job("c").detail == "waiting for cpu (held by a)"
     world.launcher.emit(task, FINISHED)
     world.launcher.exit(task, 0)
     world.tick()
@@ -1116,10 +1116,10 @@ def test_of_many_that_wait_each_names_its_holder(world: World) -> None:
     world.add("b", "c")
     world.add("d", device="mps")
     world.tick()
-    assert {world.job(name).detail for name in "bc"} == {"waiting for device cpu (held by job a)"}
+    assert {world.job(name).detail for name in "bc"} == {"waiting for cpu (held by a)"}
     assert "which this node does not have" in world.job("d").detail
     world.launcher.emit(task, FINISHED)
     world.launcher.exit(task, 0)
     world.tick()
     assert (world.state("b"), world.job("b").detail) == (JobState.launching, "")
-    assert world.job("c").detail == "waiting for device cpu (held by job b)"
+    assert world.job("c").detail == "waiting for cpu (held by b)"

@@ -56,10 +56,10 @@ class Held:
         return self._parts.get(slot, {})
 
     def found(self, slot: str, wanted: int, cores: int) -> str:
-        """What a job that waits for cores finds, such as `needs 2 of 4 cores, free: 1 (held by job a)`."""
+        """What a job that waits for cores finds, such as `needs 2 of 4 cores, free: 1 (held by a)`."""
         whole, parts = self.of_whole(slot), self.cores(slot)
         free = 0 if whole else max(0, cores - sum(parts.values()))
-        held = f" (held by job {listed(whole or parts)})" if whole or parts else ""
+        held = f" (held by {listed(whole or parts)})" if whole or parts else ""
         kept = ", older jobs come first" if free >= wanted else ""
         return f"needs {wanted} of {cores} cores, free: {free}{held}{kept}"
 

@@ -139,7 +139,7 @@ class _Ahead:
         attempt = self._running[job_uuid].attempt + 1 if job_uuid in self._running else 2 if job.tried else 1
         self._running[job_uuid] = RunningJob(job_uuid, JobState.in_progress, pace, job, attempt, self.time)
         if (seconds := pace.seconds_left) is None:
-            self._unknown.setdefault(job_uuid, f"job {job_uuid} starts before it and has not trained yet")
+            self._unknown.setdefault(job_uuid, f"{job_uuid} starts before it and has not trained yet")
         else:
             self._ends[job_uuid] = self.time + seconds
 
@@ -233,11 +233,11 @@ def _ends(running: Iterable[RunningJob], now: float) -> tuple[dict[str, float], 
     for job in running:
         seconds, stepped_at = job.pace.seconds_left, job.pace.stepped_at
         if job.state in (JobState.pausing, JobState.cancelling):
-            unknown[job.job_uuid] = f"job {job.job_uuid} is {job.state}"
+            unknown[job.job_uuid] = f"{job.job_uuid} is {job.state}"
         elif seconds is None or stepped_at is None:
-            unknown[job.job_uuid] = f"job {job.job_uuid} has done no step yet"
+            unknown[job.job_uuid] = f"{job.job_uuid} has done no step yet"
         elif not seconds:
-            unknown[job.job_uuid] = f"job {job.job_uuid} has done its steps and saves its result"
+            unknown[job.job_uuid] = f"{job.job_uuid} has done its steps and saves its result"
         else:
             # Of a job that is overdue no more than the step that it is at counts as done.
             ends[job.job_uuid] = max(stepped_at, now - (job.pace.step_seconds or 0.0)) + seconds
@@ -248,7 +248,7 @@ def _why_blocked(after: Collection[str], unknown: Mapping[str, str]) -> str:
     if not after:
         return ""
     first = next((name for name in sorted(after) if name in unknown), min(after))
-    known = unknown.get(first, "").removeprefix(f"job {first} ")
+    known = unknown.get(first, "").removeprefix(f"{first} ")
     return f"it waits for job {first}" + (f", which {known}" if known else "")
 
 

@@ -48,10 +48,10 @@ def why_waits(
         return _why_waits_for_nodes(job, holders, nodes, obtainable)
     if wanted := demand(job.demand).resources.reserve_cpus:
         return f"waiting for cores: {taken.found(CPU, wanted, node.cpus)}"
-    held = ", ".join(f"{device} (held by job {listed(jobs)})" for device in fitting if (jobs := taken.of(device)))
+    held = ", ".join(f"{device} (held by {listed(jobs)})" for device in fitting if (jobs := taken.of(device)))
     if needed > 1:
         return f"waiting for {needed} devices; held: {held or 'none, but older jobs come first'}"
-    return f"waiting for device {held}" if held else ""
+    return f"waiting for {held}" if held else ""
 
 
 def _why_waits_for_nodes(
@@ -70,7 +70,7 @@ def _why_waits_for_nodes(
             held.append(f"{offer.node.name}: {taken.found(offer.node.place(CPU), offer.needed, offer.node.cpus)}")
         else:
             places = map(offer.node.place, offer.devices)
-            held += [f"{place} (held by job {listed(jobs)})" for place in places if (jobs := taken.of(place))]
+            held += [f"{place} (held by {listed(jobs)})" for place in places if (jobs := taken.of(place))]
     what = f"{count} nodes" if count > 1 else "a node"
     if len(machines) < count:
         there = f"{len(machines)} of {len(nodes)} can serve it"

@@ -132,8 +132,12 @@ class Database:
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
-        """All reads of this thread in the block see the same state of the database. Writers do not wait for it."""
+        """All reads of this thread in the block see the same state of the database. Writers do not wait for it. Inside
+        another snapshot it is that one's state."""
         with self._store_errors(), self._used() as connection:
+            if connection.in_transaction:
+                yield
+                return
             connection.execute("BEGIN")
             try:
                 yield

@@ -50,6 +50,7 @@ async def datasets_page(
         request,
         "datasets.html",
         datasets=found,
+        uses={one.dataset_id: _uses(one.dataset_id, one.shape) for one in found},
         ages={one.dataset_id: ago(one.registered_at, now) for one in found},
         matching=matching,
         search=search,
@@ -102,8 +103,7 @@ async def dataset_page(
         else "",
         further=further,
         link=_link,
-        train=_address("/new", dataset=dataset, method=_method_of(line.shape)),
-        tokens=_address("/data/tokens", dataset=dataset, method=_method_of(line.shape)),
+        **_uses(dataset, line.shape),
         **values,
     )
 
@@ -183,6 +183,12 @@ async def _form(registry: DatasetsDep, fields: dict[str, str]) -> dict[str, Any]
 def _link(dataset: str, search: str = "", first: int = 0) -> str:
     """The address of a dataset's page."""
     return _address("/data/rows", dataset=dataset, search=search, first=first or "")
+
+
+def _uses(dataset: str, shape: str) -> dict[str, str]:
+    """The addresses of a job on a dataset, and of its rows as tokens."""
+    paths = {"train": "/new", "tokens": "/data/tokens"}
+    return {name: _address(path, dataset=dataset, method=_method_of(shape)) for name, path in paths.items()}
 
 
 def _address(path: str, **query: Any) -> str:

@@ -320,6 +320,16 @@ PRESETS = {
 """What an empty form may begin with: the first is its own choice."""
 
 
+def preset_of(fields: Mapping[str, str]) -> str:
+    """The preset that a form has; empty: none."""
+    matching = (
+        name
+        for name, one in PRESETS.items()
+        if all(fields.get(field, "") == value for field, value in one.fields.items())
+    )
+    return next(matching, "")
+
+
 class FormKind(NamedTuple):
     """A kind of job of the form."""
 

@@ -10,12 +10,14 @@ from fastapi import Query, Request, Response
 from pydantic import BeforeValidator
 
 from llama_stack_provider_trl.jobs.decisions.states import TERMINAL, JobState
+from llama_stack_provider_trl.jobs.store.store import Store
 
-from ..dependencies import StoredJobsDep
+from ..dependencies import StoreDep, StoredJobsDep
 from ..http.bodies import QueueResponse, QueueRow
 from ..http.declared_routes import Routes
 from ..jobs.stored_jobs import StoredJobs
 from ..security.access import USERS, CurrentCaller
+from ..views.events import read_states
 from ..views.queue import Sort
 from . import list_view
 from .rendering import page
@@ -32,6 +34,7 @@ _MOST_FOLLOWED = 100
 async def jobs_page(
     request: Request,
     jobs: StoredJobsDep,
+    store: StoreDep,
     caller: CurrentCaller,
     state: Annotated[JobState | None, BeforeValidator(lambda text: text or None), Query()] = None,
     search: Annotated[str, Query(max_length=200)] = "",
@@ -44,19 +47,22 @@ async def jobs_page(
     """Jobs in the order in which they run, or by a column, 100 to a page."""
     query = list_view.Query(state, search.strip(), owner, sort, tuple(opened or ()), bool(flat), number)
     # In a thread with its rendering: a page with all of its families open has 1,100 rows.
-    return await asyncio.to_thread(_page, request, jobs, query, caller.role == "admin")
+    return await asyncio.to_thread(_page, request, jobs, store, query, caller.role == "admin")
 
 
-def _page(request: Request, jobs: StoredJobs, query: list_view.Query, is_admin: bool) -> Response:
-    return page(request, "jobs.html", **_values(jobs, query), is_admin=is_admin)
+def _page(request: Request, jobs: StoredJobs, store: Store, query: list_view.Query, is_admin: bool) -> Response:
+    return page(request, "jobs.html", **_values(jobs, store, query), is_admin=is_admin)
 
 
-def _values(jobs: StoredJobs, query: list_view.Query) -> dict[str, Any]:
+def _values(jobs: StoredJobs, store: Store, query: list_view.Query) -> dict[str, Any]:
     """What the template shows. Only the jobs of this page are computed."""
     now = datetime.now(UTC)
-    found, members, sparks = _read(jobs, query)
-    shown = list_view.rows_of(found.data, members, query.opened)
-    every = [row.job for row in shown]
+    with store.snapshot():  # the stream of events begins exactly behind what the rows show
+        found, members, sparks = _read(jobs, query)
+        shown = list_view.rows_of(found.data, members, query.opened)
+        every = [row.job for row in shown]
+        followed = [job.job_uuid for job in every if JobState(job.state or "") not in TERMINAL][:_MOST_FOLLOWED]
+        _, cursors = read_states(store, followed)
     return {
         "query": query,
         "rows": shown,
@@ -68,7 +74,7 @@ def _values(jobs: StoredJobs, query: list_view.Query) -> dict[str, Any]:
         "starts": {job.job_uuid: text for job in every if (text := list_view.start_text(job, now))},
         "sparks": {name: points for name, values in sparks.items() if (points := list_view.spark(values))},
         "seconds": {job.job_uuid: list_view.seconds_of(job, now) for job in every},
-        "followed": [job.job_uuid for job in every if JobState(job.state or "") not in TERMINAL][:_MOST_FOLLOWED],
+        "followed": [(name, str(cursor)) for name, cursor in zip(followed, cursors, strict=True)],
         "now": now,
         "view": list_view,
     }

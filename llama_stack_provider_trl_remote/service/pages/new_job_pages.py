@@ -17,7 +17,7 @@ from llama_stack_provider_trl.jobs.store.reader import read_request
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.custom import custom_names
 from llama_stack_provider_trl.specs.exports import ExportTarget
-from llama_stack_provider_trl.system.hub_cache import cached_models
+from llama_stack_provider_trl.system.hub_cache import cached_models, is_offline
 from llama_stack_provider_trl.system.offload import in_work_thread
 
 from ..dependencies import DatasetsDep, JobChecksDep, StoreDep, SubmissionsDep
@@ -41,12 +41,14 @@ from .job_form import (
     fields_of,
     job_of,
     next_names,
+    preset_of,
     rates_of,
     same_job,
     validated,
     work_of,
 )
 from .job_view import path_of
+from .list_view import short_model
 from .login import checked_form, see_other
 from .rendering import page
 from .route import PageRoute, problem_of
@@ -77,6 +79,8 @@ async def new_job_page(
     if source:
         fields, problem = await asyncio.to_thread(_again, store, source)
     fields |= {name: value for name, value in given.items() if value}
+    if not source and _kind(fields) == "train":
+        fields["model"] = model or await asyncio.to_thread(_newest_model, store)
     return await _page(request, registry, store, fields, problem=problem, source=source)
 
 
@@ -106,6 +110,7 @@ async def check_job(
     if not fields.get("model", "").strip() or not fields.get("dataset", "").strip():
         return await _page(request, registry, store, fields)
     try:
+        await asyncio.to_thread(_refuse_unknown_model, fields, store, is_offline(os.environ))
         algorithm = "sft" if await _method(fields) == "sft" else "dpo"
         body = {**await in_work_thread(job_of, fields), "algorithm": algorithm}
         found = await checks.preflight(validated(PreflightBody, body))
@@ -122,6 +127,7 @@ async def submit_job(
     """Queue the job, and lead to its page. The same form again is the same job."""
     fields = await checked_form(request, caller)
     try:
+        await asyncio.to_thread(_refuse_unknown_model, fields, store)
         body = await _body(fields)
         await submissions.submit(body, caller)
     except Exception as error:
@@ -133,6 +139,7 @@ async def submit_job(
 async def _check_work(request: Request, registry: DatasetsDep, store: Store, fields: dict[str, str]) -> Response:
     """The form of a job of another kind, with what is wrong with its fields."""
     try:
+        await asyncio.to_thread(_refuse_unknown_model, fields, store)
         await _body(fields)
     except Exception as error:
         status, problem = await problem_of(request, error)
@@ -197,6 +204,7 @@ async def _page(
         needs=FORM_KINDS[str(kind)].needs,
         targets=[(target, target) for target in get_args(ExportTarget)],
         presets=PRESETS,
+        preset=preset_of(fields),
         address=partial(_address, kept),
         tunings=[*TUNINGS.items()],
         rank=LORA_RANK,
@@ -209,9 +217,36 @@ async def _page(
 
 
 def _known_models(store: Store) -> list[str]:
-    """Models that the form suggests: those of earlier jobs, then those in this machine's cache."""
-    jobs, _ = store.queue_page(None, None, _MODELS)
+    """Models that the form suggests: those of earlier jobs, the newest first, then those in this machine's cache."""
+    jobs, _ = store.queue_page(None, None, _MODELS, order="created", descending=True)
     return [*dict.fromkeys([*(job.model for job in jobs if job.model), *cached_models(os.environ)])][: 2 * _MODELS]
+
+
+def _newest_model(store: Store) -> str:
+    """The model of the newest training; empty: there is none."""
+    jobs, _ = store.queue_page(None, None, _MODELS, order="created", descending=True)
+    return next((job.model for job in jobs if job.model and job.algorithm in FORM_METHODS), "")
+
+
+def _refuse_unknown_model(fields: Mapping[str, str], store: Store, needs_files: bool = False) -> None:
+    """Refuse the short name by which lists show a known model, which is a model of the hub only by chance.
+
+    Args:
+        needs_files: refuse every model that is not on this machine.
+
+    Raises:
+        InvalidRequest.
+    """
+    model = fields.get("model", "").strip()
+    if not model or model.startswith("job:") or os.path.isdir(model):  # of any text, also one that no path can have
+        return
+    known = _known_models(store)
+    meant = next((one for one in known if short_model(one) == model), "")
+    if meant and model not in known:
+        raise InvalidRequest("model", model, f"no model here has this id or directory: did you mean {meant}?")
+    if needs_files and model not in cached_models(os.environ):
+        hint = "it is not on this machine, which is offline: expected the directory of a model, or an id of its cache"
+        raise InvalidRequest("model", model, hint)
 
 
 def _address(kept: Mapping[str, str], **more: str) -> str:

@@ -1,10 +1,12 @@
 // Uploads of files that are dropped on the page of datasets, one after the other, each with its progress.
+import { Parts } from "./parts.js";
 import { size } from "./texts.js";
 
 const zone = document.getElementById("upload");
 const list = document.getElementById("uploads");
 const ENDING = /(\.(jsonl|ndjson|json|csv|parquet))(\.(gz|zst))?$/i;
 let last = Promise.resolve();
+const parts = new Parts(["datasets"]);
 
 function line(file) {
   const item = document.createElement("li");
@@ -44,7 +46,8 @@ function send(file, dataset, { item, bar, state }) {
         const link = document.createElement("a");
         link.href = answer.page;
         link.textContent = answer.dataset_id;
-        state.replaceChildren(link, `: ${answer.num_rows} rows`);
+        state.replaceChildren(link, `: ${answer.num_rows} ${answer.num_rows === 1 ? "row" : "rows"}`);
+        parts.refresh();
       } else {
         item.classList.add("wrong");
         state.textContent = typeof answer.detail === "string" ? answer.detail : "it was refused";

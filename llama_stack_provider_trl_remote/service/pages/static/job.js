@@ -94,7 +94,7 @@ function onEvent(_, message) {
   // The service had not read how many steps there are when it rendered the page.
   if (!bar) return parts.refresh();
   bar.value = event.step;
-  document.getElementById("steps").textContent = `${event.step} of ${bar.max} steps`;
+  document.getElementById("steps").textContent = `${event.step} of ${bar.max} ${bar.max === 1 ? "step" : "steps"}`;
   const eta = document.getElementById("now-eta");
   if (eta) eta.textContent = duration(message.eta_seconds);
   const left = bar.max - event.step;

@@ -1,31 +1,34 @@
 // The list of jobs: progress as it happens, the list itself again when a job has changed its state, and what is done to
 // those that are ticked.
 import { Parts } from "./parts.js";
-import { Stream } from "./stream.js";
+import { isBehind, Stream } from "./stream.js";
 import { brief, short } from "./texts.js";
 
 const live = document.getElementById("live");
 const parts = new Parts(["list"], { replaced: onList, failed: onLost });
 let stream = null;
-let followed = null;
+let followed = "";
+// Job -> the cursor behind the events that its row shows.
+let rendered = new Map();
 
 function follow() {
-  const text = document.getElementById("followed").textContent;
-  if (stream && text === followed) return;
-  stream?.close();
+  rendered = new Map(JSON.parse(document.getElementById("followed").textContent));
+  const jobs = [...rendered.keys()];
+  if (stream && JSON.stringify(jobs) === followed) return;
+  stream?.stop();
   stream = null;
-  followed = text;
-  const jobs = JSON.parse(text);
+  followed = JSON.stringify(jobs);
   if (!jobs.length) return;
-  stream = new Stream(jobs, "", { event: onEvent, state: onState, lost: onLost, live: onLive });
+  stream = new Stream(jobs, [...rendered.values()].join("~"), { event: onEvent, state: onState, lost: onLost, live: onLive });
 }
 
 function row(job) {
   return document.querySelector(`tr[data-job="${CSS.escape(job)}"]`);
 }
 
-function onEvent(job, { event, eta_seconds: eta }) {
-  if (event.type !== "progress") return;
+function onEvent(job, { event, eta_seconds: eta }, cursor) {
+  // The list may have been read again since, and be ahead of the stream.
+  if (event.type !== "progress" || !isBehind(cursor, rendered.get(job) ?? "0-0")) return;
   const found = row(job);
   const bar = found?.querySelector(".progress progress");
   if (!bar) return parts.refresh();

@@ -9,6 +9,17 @@ let busy = false;
 let again = false;
 let changes = 0;
 
+// As preset_of in job_form.py.
+function markPreset() {
+  let isFound = false;
+  for (const link of document.querySelectorAll("[data-preset]")) {
+    const fits = !isFound && Object.entries(JSON.parse(link.dataset.preset)).every(([name, value]) => form.elements[name].value === value);
+    isFound ||= fits;
+    if (fits) link.setAttribute("aria-current", "true");
+    else link.removeAttribute("aria-current");
+  }
+}
+
 // What is shown is of the fields as they were: a problem may be repaired by now.
 function soon() {
   changes += 1;
@@ -43,4 +54,6 @@ async function check() {
 }
 
 form.addEventListener("input", soon);
+form.addEventListener("input", markPreset);
+markPreset();
 if (form.elements.model?.value && form.elements.dataset?.value) soon();

@@ -1,12 +1,18 @@
 // One stream of events for all jobs of a page. It continues behind the last event after a break, a restart of the
-// service, or a time in which the page was hidden.
+// service, or a time in which the page was hidden. Cursors are as the service writes them: ATTEMPT-BYTES of each job.
 
 const RETRY_MS = 2000;
 // A browser opens about six connections to a service: a hidden page leaves its own to others.
 const HIDDEN_MS = 10000;
 
+export function isBehind(cursor, other) {
+  const [attempt, bytes] = cursor.split("-").map(Number);
+  const [otherAttempt, otherBytes] = other.split("-").map(Number);
+  return attempt > otherAttempt || (attempt === otherAttempt && bytes > otherBytes);
+}
+
 export class Stream {
-  // jobs: names. after: cursors to begin behind, or "". on: {event(job, message), state(job, state), end(), lost()}; a
+  // jobs: names. after: cursors to begin behind, or "". on: {event(job, message, cursor), state(job, state), end(), lost()}; a
   // message has the event, and what follows from it: point, superseded_after, eta_seconds.
   constructor(jobs, after, on) {
     this.jobs = jobs;
@@ -27,15 +33,14 @@ export class Stream {
     source.onmessage = (message) => {
       this.last = message.lastEventId;
       const found = JSON.parse(message.data);
-      this.on.event(found.job, found);
+      this.on.event(found.job, found, this.last.split("~")[this.jobs.indexOf(found.job)]);
     };
     source.addEventListener("state", (message) => {
       const found = JSON.parse(message.data);
       this.on.state(found.job, found.state);
     });
     source.addEventListener("end", () => {
-      this.ended = true;
-      this.close();
+      this.stop();
       this.on.end?.();
     });
     source.onopen = () => this.on.live?.();
@@ -52,6 +57,13 @@ export class Stream {
   close() {
     this.source?.close();
     this.source = null;
+  }
+
+  // For good: a page that is shown again opens what is only closed.
+  stop() {
+    this.ended = true;
+    clearTimeout(this.timer);
+    this.close();
   }
 
   visible() {
