@@ -130,7 +130,7 @@ def test_html_and_script_are_text_on_every_page_and_in_charts(window: Window) ->
 def test_evaluations_are_beside_each_other_with_their_rows(window: Window) -> None:
     window.login("submit")
     window.open("/jobs/asked-after")
-    window.page.click(".trail >> text=answers of several jobs")
+    window.page.click(".links >> text=Answers of several jobs")
     assert window.page.locator("article").count() == 20
     window.page.click("text=next")
     window.page.wait_for_selector("article[aria-label='Row 32']")

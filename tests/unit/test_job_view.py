@@ -109,6 +109,21 @@ def test_a_job_can_be_talked_to_and_exported_where_its_checkpoints_write_text(co
         assert not job_view.values(found.model_copy(update={"checkpoints": []}), "submit")["can"][what]
 
 
+@pytest.mark.parametrize(
+    ("detail", "jobs"),
+    [
+        ("waiting for device 0: 0 (held by job a b), 1 (held by job c and d)", ["a b", "c and d"]),
+        ("waiting for a node; x: needs 2 of 4 cores, free: 1 (held by job a, b and 3 more)", ["a", "b"]),
+        ("waiting for a node: older jobs come first", []),
+        ("", []),
+    ],
+)
+def test_the_jobs_that_hold_a_device_are_links_in_the_detail(detail: str, jobs: list[str]) -> None:
+    parts = job_view.linked(detail)
+    assert "".join(text for text, _ in parts) == detail
+    assert [part for part in parts if part[1]] == [(name, job_view.path_of(name)) for name in jobs]
+
+
 @pytest.mark.parametrize("has_charts", [True, False])
 @pytest.mark.parametrize("name", ["job.html", "compare.html"])
 def test_curves_are_preloaded_where_charts_are_drawn(name: str, has_charts: bool) -> None:
@@ -127,7 +142,7 @@ def test_the_two_pages_with_answers_of_a_job_have_names_that_differ() -> None:
         assert job_view.conversations_of({"algorithm": algorithm}) == "rollouts"
     assert job_view.conversations_of({"algorithm": "dpo"}) == ""
     source = (Path(job_view.__file__).parent / "templates" / "job.html").read_text()
-    assert ">answers of several jobs</a>" in source
+    assert ">Answers of several jobs</a>" in source
 
 
 def test_each_attempt_has_its_end_in_words_and_its_part_of_the_ribbon() -> None:

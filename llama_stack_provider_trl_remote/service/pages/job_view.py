@@ -33,6 +33,9 @@ _ENDS = {
     JobState.cancelled: "the job was cancelled",
     JobState.paused: "the job was paused",
 }
+_HELD = re.compile(r"(?<=held by job )[^()]+(?=\))")
+_BETWEEN = re.compile(r"(, | and \d+ more$)")
+"""As the supervisor lists jobs."""
 _SAVED = "it saved, for a pause or for a move to another node"
 RIBBON = 1000
 """Width of the ribbon of attempts, in its own units."""
@@ -111,6 +114,7 @@ def values(
         "status": status,
         "found": found,
         "state": state,
+        "detail": linked(found.get("detail") or ""),
         "path": path_of(status.job_uuid),
         "attempts": attempts,
         "ribbon": RIBBON,
@@ -218,6 +222,16 @@ def marks_of(
         *(Mark("pause", one.step, f"attempt {one.number}: {one.ended}") for one in attempts if one.has_saved),
         *(Mark("warning", step, shortened(message)) for step, message in warnings),
     ]
+
+
+def linked(detail: str) -> list[tuple[str, str]]:
+    """A detail in parts, each with the address of the job that it names; empty: it names none."""
+    parts, end = list[tuple[str, str]](), 0
+    for found in _HELD.finditer(detail):
+        parts.append((detail[end : found.start()], ""))
+        parts += [(one, path_of(one) if place % 2 == 0 else "") for place, one in enumerate(_BETWEEN.split(found[0]))]
+        end = found.end()
+    return [part for part in [*parts, (detail[end:], "")] if part[0]]
 
 
 def path_of(job_uuid: str) -> str:
