@@ -54,8 +54,7 @@ async def job_page(
     files = await asyncio.to_thread(files_of_export, status)
     url = str(request.base_url).rstrip("/")
     requested = await asyncio.to_thread(read_request, store, job_uuid)
-    watched = await asyncio.to_thread(read_watched, store, job_uuid)
-    eval_loss = watched.evaluations[-1].metrics.get("eval_loss") if watched.evaluations else None
+    eval_loss = await asyncio.to_thread(last_eval_loss, store, job_uuid)
     # In a thread: it writes YAML, which takes time.
     values = await asyncio.to_thread(
         job_view.values, status, caller.role, warnings, exports, files, url, requested, eval_loss
@@ -141,6 +140,12 @@ async def delete(request: Request, jobs: StoredJobsDep, caller: CurrentCaller, j
     fields = await checked_form(request, caller)
     await asyncio.to_thread(jobs.delete, job_uuid, fields.get("checkpoints") == "yes")
     return see_other("/")
+
+
+def last_eval_loss(store: Store, job_uuid: str) -> float | None:
+    """Of the last evaluation; None: there is none."""
+    found = read_watched(store, job_uuid).evaluations
+    return found[-1].metrics.get("eval_loss") if found else None
 
 
 def _conversations(store: Store, ownership: Ownership, job_uuid: str, skip: int) -> dict[str, Any]:
