@@ -129,7 +129,7 @@ def laboratory() -> Iterator[tuple[Guarded, str]]:
 
 
 def fill(service: Guarded, model: str) -> None:
-    """Train, search, generate, evaluate, merge and export; fail, cancel and pause; one runs, and one waits behind it."""
+    """Train, search, generate, evaluate, merge and export; fail, cancel and pause; one runs, one waits behind it."""
     service.register("questions", QUESTIONS * 20)
     service.register("held-out", QUESTIONS)
     service.register("pairs", PAIRS * 10)

@@ -475,7 +475,8 @@ def test_one_cursor_is_in_all_charts_and_a_chart_is_shown_alone_and_saved(window
         return withLines(marks).length;
     }))"""
     assert page.evaluate(lines) == [8, 1], "from 8 marks of a kind on only its symbols are drawn"
-    drawn = """() => import("/static/charts.js").then(({ hovered }) => hovered([0.0002916667, 2e-5, null, 12345.678]).text)"""
+    drawn = """() => import("/static/charts.js").then(({ hovered }) =>
+        hovered([0.0002916667, 2e-5, null, 12345.678]).text)"""
     assert page.evaluate(drawn) == ["0.0002917", "2e-05", "", "1.235e+04"]
     page.keyboard.press("Escape")
     poll(lambda: page.evaluate(HOVERED) == 0, "the cursor is gone", timeout=20)

@@ -135,6 +135,17 @@ def test_curves_are_preloaded_where_charts_are_drawn(name: str, has_charts: bool
     assert ('rel="preload"' in head, "plotly" in head) == (has_charts, has_charts)
 
 
+@pytest.mark.parametrize(
+    ("code", "pages", "where"),
+    [(500, ["/new"], "logs/service.log"), (500, ["/"], "trl-remote dashboard"), (404, ["/new"], "")],
+)
+def test_the_page_of_a_bug_names_the_log(code: int, pages: list[str], where: str) -> None:
+    template = rendering._environment().get_template("error.html")
+    values = {"status": code, "detail": "it is a bug", "navigation": [(path, "", "") for path in pages]}
+    shown = "".join(template.blocks["content"](template.new_context(values)))
+    assert (where in shown, "log" in shown) == (True, bool(where))
+
+
 def test_the_two_pages_with_answers_of_a_job_have_names_that_differ() -> None:
     config = {"algorithm": "sft", "work": {"kind": "evaluate", "answers": {"seed": 0}}}
     assert job_view.conversations_of(config) == "answers of this job"

@@ -11,7 +11,7 @@ from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.decisions.states import TERMINAL, JobState
 from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusResponse
 
-from ..dependencies import StoredJobsDep, StoreDep
+from ..dependencies import StoreDep, StoredJobsDep
 from ..http.declared_routes import Routes
 from ..jobs.stored_jobs import StoredJobs
 from ..security.access import USERS

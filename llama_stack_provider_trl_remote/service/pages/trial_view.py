@@ -282,8 +282,8 @@ def _axis(path: str, values: Sequence[Any], x: float, bottom: float) -> tuple[Ax
     at = {
         name: round(bottom - place * step, 1) if step and len(names) > 1 else middle for place, name in enumerate(names)
     }
-    ticks = [Tick(at[name], name[:12]) for name in names[:_MOST_NAMES]]
-    return Axis(short_path(path), path, x, _apart(ticks), False), [None if v is None else at[_written(v)] for v in values]
+    ticks = _apart([Tick(at[name], name[:12]) for name in names[:_MOST_NAMES]])
+    return Axis(short_path(path), path, x, ticks, False), [None if v is None else at[_written(v)] for v in values]
 
 
 def _apart(ticks: Sequence[Tick]) -> list[Tick]:
