@@ -192,7 +192,7 @@ def test_a_training_that_has_the_device_and_a_wrong_model_are_named_and_a_stop_e
         assert "GET /v1" not in page.inner_text("main")
         other = window.context.new_page()
         other.goto(f"{service.url}/playground")
-        assert "A training comes first: job busy has cpu." in other.inner_text("#busy")
+        assert "A training comes first: job busy has cpu. Send" in other.inner_text("#busy")
         other.close()
         service.post("/post-training/jobs/busy/cancel")
         service.wait("busy", "cancelled")
