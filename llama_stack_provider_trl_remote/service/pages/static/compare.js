@@ -109,4 +109,7 @@ function onEvent(job, message) {
   parts.refresh(5000);
 }
 
+// The page of a job leads to the differences.
+const differences = document.querySelector("#settings details");
+if (differences && location.hash === "#settings") differences.open = true;
 if (curves.size) begin();
