@@ -167,10 +167,12 @@ def test_ticked_jobs_are_compared_in_charts_with_a_curve_of_each(window: Window)
     window.page.set_viewport_size({"width": 1280, "height": 5000})
     window.page.click("text=Compare ticked")
     window.wait_for_charts()
-    poll(lambda: set(drawn(window).get("loss", ())) == {"alive", "dpo"}, "losses are drawn", timeout=20)
+    poll(lambda: set(drawn(window).get("Loss", ())) == {"alive", "dpo"}, "losses are drawn", timeout=20)
     poll(lambda: set(drawn(window).get("rewards/margins", ())) == {"dpo"}, "margins are drawn", timeout=20)
     window.page.select_option("#axis", "epoch")
     assert "job=dpo&job=alive" in window.page.url
+    assert not window.page.is_visible("[aria-label='Settings that differ']"), "they are many: the curves come first"
+    window.page.click("#settings summary >> nth=0")
     assert "learning_rate" in window.page.inner_text("[aria-label='Settings that differ']")
 
 

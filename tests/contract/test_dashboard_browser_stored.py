@@ -130,7 +130,7 @@ def test_html_and_script_are_text_on_every_page_and_in_charts(window: Window) ->
 def test_evaluations_are_beside_each_other_with_their_rows(window: Window) -> None:
     window.login("submit")
     window.open("/jobs/asked-after")
-    window.page.click(".trail >> text=answers of several jobs")
+    window.page.click(".links >> text=Answers of several jobs")
     assert window.page.locator("article").count() == 20
     window.page.click("text=next")
     window.page.wait_for_selector("article[aria-label='Row 32']")
@@ -227,7 +227,12 @@ def test_jobs_are_compared_by_order_from_their_own_beginning_and_by_single_point
     assert found["places"] == [[0], [0]], "since the first point of each"
     assert found["drawn"] >= 2
     assert found["axis"] == "seconds since the first point"
-    assert titles(window, "[data-section=Main]") == ["loss"]
+    heads = window.page.eval_on_selector_all("#states th[scope=col]", "heads => heads.map((one) => one.textContent)")
+    assert heads[3:6] == ["Loss", "Eval loss", "Learning rate"]
+    assert window.page.is_visible("[aria-label='Settings that differ']")
+    above = "#settings, #curves"
+    assert window.page.eval_on_selector_all(above, "all => all.map((one) => one.id)") == ["settings", "curves"]
+    assert titles(window, "[data-section=Main]") == ["Loss"]
     window.page.focus(".chart >> nth=0")
     window.page.keyboard.press("Home")
     poll(lambda: window.page.evaluate(HOVERED) >= 1, "the charts show the place", timeout=20)
@@ -461,14 +466,27 @@ def test_one_cursor_is_in_all_charts_and_a_chart_is_shown_alone_and_saved(window
     page.keyboard.press("End")
     poll(lambda: page.evaluate(HOVERED) >= 2, "both charts show the step", timeout=20)
     assert page.text_content("#readout").startswith("step 120: loss, smoothed 1.")
+    hovered = "chart => chart.querySelector('.hoverlayer').textContent"
+    assert "loss, smoothed : 1." in loss.evaluate(hovered)
     page.keyboard.press("ArrowLeft")
     assert page.text_content("#readout").startswith("step 119: ")
+    lines = """() => import("/static/charts.js").then(({ withLines }) => [7, 8].map((count) => {
+        const marks = [{ kind: "pause" }, ...Array.from({ length: count }, () => ({ kind: "checkpoint" }))];
+        return withLines(marks).length;
+    }))"""
+    assert page.evaluate(lines) == [8, 1], "from 8 marks of a kind on only its symbols are drawn"
+    drawn = """() => import("/static/charts.js").then(({ hovered }) =>
+        hovered([0.0002916667, 2e-5, null, 12345.678]).text)"""
+    assert page.evaluate(drawn) == ["0.0002917", "2e-05", "", "1.235e+04"]
     page.keyboard.press("Escape")
     poll(lambda: page.evaluate(HOVERED) == 0, "the cursor is gone", timeout=20)
     box = loss.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     poll(lambda: page.evaluate(HOVERED) >= 2, "the pointer moves both", timeout=20)
     assert loss.evaluate("chart => [chart.layout.yaxis.type, chart.layout.yaxis.autorange ?? false]") == ["log", False]
+    back = """import("/static/curves.js").then(({ along }) =>
+        along({ time: [10, 11, 10.5, 12] }, "relative", 10, { seconds: 1 }))"""
+    assert page.evaluate(back) == [0, 1, 1, 2], "a clock that was set back does not turn the line round"
     script = """import("/static/curves.js").then(({ withoutOutliers }) =>
         [false, true].map((one) => withoutOutliers([...Array(100).keys(), 1e6], one)))"""
     plain, powers = page.evaluate(script)
@@ -496,8 +514,9 @@ def test_one_cursor_is_in_all_charts_and_a_chart_is_shown_alone_and_saved(window
     assert picture.width == 2 * loss_width(window)
     assert len(picture.convert("RGB").getcolors(1 << 24)) > 50, "more than a background"
     page.keyboard.press("Escape")
-    poll(lambda: loss_width(window) < 700, "the chart is in its place again", timeout=20)
-    assert titles(window, "#headline") == ["Rewards", "Loss"]
+    # A closed dialog has no width before the chart has left it.
+    poll(lambda: titles(window, "#headline") == ["Rewards", "Loss"], "the chart is in its place again", timeout=20)
+    poll(lambda: loss_width(window) < 700, "it has its width there", timeout=20)
     complete(service.data_dir, "looked-at")
 
 

@@ -215,7 +215,7 @@ OVERLAPS = """rows => rows.flatMap((row) => {
 
 def test_the_trials_of_a_search_are_sorted_drawn_and_compared(window: Window) -> None:
     window.open("/jobs/lr-search")
-    window.page.click(".trail >> text=trials")
+    window.page.click(".links >> text=Trials")
     assert window.page.inner_text("tr.best th").split() == ["lr-search-3", "best"]
     names = "rows => rows.map((row) => row.textContent.trim())"
     assert window.page.eval_on_selector_all(".trials tbody th a", names)[0] == "lr-search-3"

@@ -188,6 +188,12 @@ def test_a_training_that_has_the_device_and_a_wrong_model_are_named_and_a_stop_e
         service.wait_state("busy", "in_progress")
         page.click("#retry")
         page.wait_for_selector("#state-b:has-text('a training comes first: job \\'busy\\' has cpu')", timeout=60_000)
+        assert page.inner_text("#state-b a") == "Jobs"
+        assert "GET /v1" not in page.inner_text("main")
+        other = window.context.new_page()
+        other.goto(f"{service.url}/playground")
+        assert "A training comes first: job busy has cpu. Send" in other.inner_text("#busy")
+        other.close()
         service.post("/post-training/jobs/busy/cancel")
         service.wait("busy", "cancelled")
 
@@ -198,6 +204,11 @@ def test_a_training_that_has_the_device_and_a_wrong_model_are_named_and_a_stop_e
         window.fill(max_tokens="8", prompt="And now?")
         page.click("#send")
         page.wait_for_selector("#live:has-text('Both models have answered.')", timeout=60_000)
+        page.fill("#model_b", "")
+        poll(lambda: "name a model B" in page.inner_text("#vote-state"), "a vote needs two models", timeout=10)
+        page.click("#retry")
+        page.wait_for_selector("#live:has-text('The model has answered.')", timeout=60_000)
+        assert page.get_attribute("#vote-a", "aria-disabled") == "true"
         shown = [page.locator(f"#turns-{side} .user .text").all_text_contents() for side in "ab"]
         assert shown == [["And now?"], [HTML, "And now?"]], "what was not answered is not shown as if it were"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llama_stack_provider_trl_remote.service.pages.compare_view import answers_link, compared, measured
+from llama_stack_provider_trl_remote.service.pages.compare_view import answers_link, compared, measured, rate_of
 from llama_stack_provider_trl_remote.service.pages.job_view import Setting
 from llama_stack_provider_trl_remote.service.pages.settings_view import in_groups
 
@@ -105,3 +105,10 @@ def test_the_link_to_answers_says_of_which_jobs_they_are() -> None:
     assert many is not None
     assert many.address == "/answers?job=j0&job=j1&job=j2&job=j3"
     assert many.text == "Answers of the first 4 of 8 jobs beside each other"
+
+
+def test_only_a_job_that_trains_itself_has_a_learning_rate() -> None:
+    config: dict[str, Any] = {"optimizer": {"learning_rate": 1e-3}, "work": None}
+    assert rate_of(config) == 1e-3
+    assert rate_of({**config, "work": {"kind": "evaluate"}}) is None
+    assert rate_of({**config, "search": {"method": "grid"}}) is None

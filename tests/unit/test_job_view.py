@@ -109,6 +109,21 @@ def test_a_job_can_be_talked_to_and_exported_where_its_checkpoints_write_text(co
         assert not job_view.values(found.model_copy(update={"checkpoints": []}), "submit")["can"][what]
 
 
+@pytest.mark.parametrize(
+    ("detail", "jobs"),
+    [
+        ("waiting for device 0: 0 (held by job a b), 1 (held by job c and d)", ["a b", "c and d"]),
+        ("waiting for a node; x: needs 2 of 4 cores, free: 1 (held by job a, b and 3 more)", ["a", "b"]),
+        ("waiting for a node: older jobs come first", []),
+        ("", []),
+    ],
+)
+def test_the_jobs_that_hold_a_device_are_links_in_the_detail(detail: str, jobs: list[str]) -> None:
+    parts = job_view.linked(detail)
+    assert "".join(text for text, _ in parts) == detail
+    assert [part for part in parts if part[1]] == [(name, job_view.path_of(name)) for name in jobs]
+
+
 @pytest.mark.parametrize("has_charts", [True, False])
 @pytest.mark.parametrize("name", ["job.html", "compare.html"])
 def test_curves_are_preloaded_where_charts_are_drawn(name: str, has_charts: bool) -> None:
@@ -120,6 +135,17 @@ def test_curves_are_preloaded_where_charts_are_drawn(name: str, has_charts: bool
     assert ('rel="preload"' in head, "plotly" in head) == (has_charts, has_charts)
 
 
+@pytest.mark.parametrize(
+    ("code", "pages", "where"),
+    [(500, ["/new"], "logs/service.log"), (500, ["/"], "trl-remote dashboard"), (404, ["/new"], "")],
+)
+def test_the_page_of_a_bug_names_the_log(code: int, pages: list[str], where: str) -> None:
+    template = rendering._environment().get_template("error.html")
+    values = {"status": code, "detail": "it is a bug", "navigation": [(path, "", "") for path in pages]}
+    shown = "".join(template.blocks["content"](template.new_context(values)))
+    assert (where in shown, "log" in shown) == (True, bool(where))
+
+
 def test_the_two_pages_with_answers_of_a_job_have_names_that_differ() -> None:
     config = {"algorithm": "sft", "work": {"kind": "evaluate", "answers": {"seed": 0}}}
     assert job_view.conversations_of(config) == "answers of this job"
@@ -127,7 +153,7 @@ def test_the_two_pages_with_answers_of_a_job_have_names_that_differ() -> None:
         assert job_view.conversations_of({"algorithm": algorithm}) == "rollouts"
     assert job_view.conversations_of({"algorithm": "dpo"}) == ""
     source = (Path(job_view.__file__).parent / "templates" / "job.html").read_text()
-    assert ">answers of several jobs</a>" in source
+    assert ">Answers of several jobs</a>" in source
 
 
 def test_each_attempt_has_its_end_in_words_and_its_part_of_the_ribbon() -> None:
@@ -163,6 +189,10 @@ def test_what_the_training_reports_stands_beside_what_was_submitted() -> None:
     assert found["packed"].submitted == "true"
     assert "optimizer.betas" not in found
     assert job_view.settings_of({"dtype": "fp32", "recipe": None})
+    searched = {"search": {"parameters": {"training_config.optimizer_config.lr": [1e-3, 1e-2]}}}
+    rate = {"optimizer": {"learning_rate": 1e-4, "max_grad_norm": 1.0}}
+    shown = {one.name: one.submitted for one in job_view.settings_of({**rate, **searched})}
+    assert (shown["optimizer.learning_rate"], shown["optimizer.max_grad_norm"]) == ("searched", "1.0")
     (prompts,) = job_view.settings_of({"samples": {"prompts": [[{"role": "user", "content": "Hi"}]]}})
     assert (prompts.name, prompts.submitted) == ("samples.prompts", "1")
 

@@ -13,7 +13,7 @@ from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.events import Prepared, Progress, Reason, Started
 from llama_stack_provider_trl_remote.service.http.bodies import QueueRow
 from llama_stack_provider_trl_remote.service.pages.list_view import start_text
-from llama_stack_provider_trl_remote.service.views.queue import queue_page
+from llama_stack_provider_trl_remote.service.views.queue import queue_page, start_of
 from tests.fakes import FakeClock, job_spec
 
 
@@ -107,6 +107,10 @@ def test_waiting_jobs_have_their_start_as_far_as_it_is_known(store: Store, clock
     rows = queue_page(store, None, None, 100, 0, NODES, clock.now).data
     assert {row.state for row in rows if row.predicted_start or row.unpredicted} == {"scheduled"}
     assert not [row for row in queue_page(store, None, None, 100, 0).data if row.predicted_start or row.unpredicted]
+    for row in rows:  # the page of a job has what the list has
+        start = start_of(store, row.job_uuid, NODES, (), now=clock.now, preempts=False)
+        assert (start.predicted_start, start.unpredicted) == (row.predicted_start, row.unpredicted)
+    assert start_of(store, "waits", (), (), preempts=False).predicted_start is None
 
 
 def test_a_critical_job_starts_at_once_where_it_preempts(store: Store, clock: FakeClock) -> None:

@@ -68,6 +68,9 @@ def test_lines_lead_through_each_axis_and_the_best_one_is_drawn_last() -> None:
     rate, rank, value = plot.axes
     assert (rate.is_log, rank.is_log, value.is_log) == (True, False, False)
     assert [tick.text for tick in rate.ticks] == ["1e-05", "0.0001", "0.001", "0.01", "0.1"]
+    near = shown("s", search([trial(number, value) for number, value in enumerate((1.0, 1.01, 5.0, 5.02))])).plot
+    assert near is not None
+    assert [tick.text for tick in near.axes[-1].ticks] == ["1", "5.02"], "labels that would touch are left out"
     last = plot.lines[-1]
     assert (last.job_uuid, last.kind) == ("s-0", "best")
     assert (

@@ -19,7 +19,7 @@ from llama_stack_provider_trl.system.files import resolve_under, set_aside
 from llama_stack_provider_trl.system.ownership import Ownership
 
 from ..http.bodies import QueueResponse, QueueRow
-from ..views.queue import Sort, members_of, queue_page
+from ..views.queue import Sort, members_of, queue_page, start_of
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,11 @@ class StoredJobs:
             sort=sort,
             folded=folded,
         )
+
+    def start(self, job_uuid: str) -> QueueRow:
+        """See `start_of`."""
+        arguments = (self._store, job_uuid, self._nodes(), self._obtainable())
+        return start_of(*arguments, preempts=self._preempts)
 
     def members(self, roots: Sequence[str], opened: Sequence[str], sort: Sort) -> list[QueueRow]:
         return members_of(self._store, roots, opened, sort)

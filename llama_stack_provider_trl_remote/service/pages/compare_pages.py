@@ -11,11 +11,12 @@ from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.decisions.states import TERMINAL, JobState
 from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusResponse
 
-from ..dependencies import StoredJobsDep
+from ..dependencies import StoreDep, StoredJobsDep
 from ..http.declared_routes import Routes
 from ..jobs.stored_jobs import StoredJobs
 from ..security.access import USERS
-from .compare_view import answers_link, compared, measured
+from .compare_view import answers_link, compared, measured, rate_of
+from .job_pages import last_eval_loss
 from .job_view import settings_of
 from .rendering import page
 from .route import PageRoute
@@ -26,10 +27,16 @@ router = Routes(PageRoute, prefix="/compare", include_in_schema=False)
 MOST = 8
 """Jobs at a time: charts have so many colours."""
 
+_LONG = 12
+"""Settings that differ from which on they are folded: the curves would be below the first screen."""
+
 
 @router.get("", dependencies=[USERS])
 async def compare_page(
-    request: Request, stored: StoredJobsDep, job: Annotated[list[str] | None, Query(max_length=100)] = None
+    request: Request,
+    stored: StoredJobsDep,
+    store: StoreDep,
+    job: Annotated[list[str] | None, Query(max_length=100)] = None,
 ) -> Response:
     """Curves of several jobs over each other, and the difference of their configurations."""
     names = [*dict.fromkeys(name.strip() for name in job or () if name.strip())]
@@ -39,12 +46,15 @@ async def compare_page(
     settings = compared([settings_of(one.resources_allocated["effective_config"]) for one in jobs])
     values: dict[str, Any] = {
         "jobs": jobs,
+        "eval_losses": await asyncio.to_thread(lambda: {name: last_eval_loss(store, name) for name in names}),
+        "rate_of": rate_of,
         "measured": measured([one.resources_allocated for one in jobs]),
         "answers": answers_link(
             [one.job_uuid for one in jobs if (one.resources_allocated.get("result") or {}).get("answers")]
         ),
         "most": MOST,
-        "different": in_groups(one for one in settings if one.differs),
+        "different": in_groups(differing := [one for one in settings if one.differs]),
+        "folded": len(differing) > _LONG,
         "same": in_groups(one for one in settings if not one.differs),
         # Pairs: keys of an object have no order of their own, and colours follow that of the table.
         "followed": [[one.job_uuid, JobState(one.resources_allocated["state"]) not in TERMINAL] for one in jobs],

@@ -71,6 +71,12 @@ def measured(jobs: Sequence[Mapping[str, Any]]) -> list[ComparedSetting]:
     ]
 
 
+def rate_of(config: Mapping[str, Any]) -> float | None:
+    """The learning rate of a job; None: it trains nothing, or its trials each have their own."""
+    trains = (config.get("work") or {"kind": "train"})["kind"] == "train" and not config.get("search")
+    return config["optimizer"]["learning_rate"] if trains and config.get("optimizer") else None
+
+
 def _read(config: Mapping[str, Any]) -> str:
     """What a job that does not train has read: checkpoints of jobs, or what the request named."""
     named = [f"job:{base['job_uuid']}/{base['checkpoint']}" for base in config.get("bases") or ()]

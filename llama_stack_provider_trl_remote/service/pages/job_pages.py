@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from fastapi import Path, Query, Request, Response
 
+from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.jobs.store.reader import read_request, read_warnings, read_watched
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.system.ownership import Ownership
@@ -23,6 +25,7 @@ from ..views.rollouts import answers_of, rollouts_of
 from ..views.samples import side_by_side
 from . import job_view
 from .conversation_view import exchange_of, exchanges_of
+from .list_view import start_text
 from .login import checked_form, see_other
 from .rendering import page
 from .route import PageRoute
@@ -45,18 +48,19 @@ async def job_page(
     status = await asyncio.to_thread(jobs.status, job_uuid)
     warnings = await asyncio.to_thread(read_warnings, store, job_uuid)
     log = await _log(store, job_uuid, "0", None, _LINES, _BYTES)
+    is_waiting = status.resources_allocated["state"] == JobState.scheduled
+    start = start_text(await asyncio.to_thread(jobs.start, job_uuid), datetime.now(UTC)) if is_waiting else ""
     exports = await asyncio.to_thread(exports_of, store, status)
     files = await asyncio.to_thread(files_of_export, status)
     url = str(request.base_url).rstrip("/")
     requested = await asyncio.to_thread(read_request, store, job_uuid)
-    watched = await asyncio.to_thread(read_watched, store, job_uuid)
-    eval_loss = watched.evaluations[-1].metrics.get("eval_loss") if watched.evaluations else None
+    eval_loss = await asyncio.to_thread(last_eval_loss, store, job_uuid)
     # In a thread: it writes YAML, which takes time.
     values = await asyncio.to_thread(
         job_view.values, status, caller.role, warnings, exports, files, url, requested, eval_loss
     )
     chosen, default = grouped(job_view.settings_of(status.resources_allocated["effective_config"]))
-    return page(request, "job.html", log=log, settings=chosen, defaults=default, **values)
+    return page(request, "job.html", log=log, start=start, settings=chosen, defaults=default, **values)
 
 
 @router.get("/logs", dependencies=[USERS])
@@ -136,6 +140,12 @@ async def delete(request: Request, jobs: StoredJobsDep, caller: CurrentCaller, j
     fields = await checked_form(request, caller)
     await asyncio.to_thread(jobs.delete, job_uuid, fields.get("checkpoints") == "yes")
     return see_other("/")
+
+
+def last_eval_loss(store: Store, job_uuid: str) -> float | None:
+    """Of the last evaluation; None: there is none."""
+    found = read_watched(store, job_uuid).evaluations
+    return found[-1].metrics.get("eval_loss") if found else None
 
 
 def _conversations(store: Store, ownership: Ownership, job_uuid: str, skip: int) -> dict[str, Any]:

@@ -33,6 +33,11 @@ _ENDS = {
     JobState.cancelled: "the job was cancelled",
     JobState.paused: "the job was paused",
 }
+_HELD = re.compile(r"(?<=held by job )[^()]+(?=\))")
+_BETWEEN = re.compile(r"(, | and \d+ more$)")
+"""As the supervisor lists jobs."""
+_OTHER_NAMES = {"lr": "learning_rate"}
+"""Fields of requests whose setting has another name."""
 _SAVED = "it saved, for a pause or for a move to another node"
 RIBBON = 1000
 """Width of the ribbon of attempts, in its own units."""
@@ -111,6 +116,7 @@ def values(
         "status": status,
         "found": found,
         "state": state,
+        "detail": linked(found.get("detail") or ""),
         "path": path_of(status.job_uuid),
         "attempts": attempts,
         "ribbon": RIBBON,
@@ -220,6 +226,16 @@ def marks_of(
     ]
 
 
+def linked(detail: str) -> list[tuple[str, str]]:
+    """A detail in parts, each with the address of the job that it names; empty: it names none."""
+    parts, end = list[tuple[str, str]](), 0
+    for found in _HELD.finditer(detail):
+        parts.append((detail[end : found.start()], ""))
+        parts += [(one, path_of(one) if place % 2 == 0 else "") for place, one in enumerate(_BETWEEN.split(found[0]))]
+        end = found.end()
+    return [part for part in [*parts, (detail[end:], "")] if part[0]]
+
+
 def path_of(job_uuid: str) -> str:
     """The address of a job's page."""
     return f"/jobs/{quote(job_uuid, safe='')}"
@@ -307,6 +323,11 @@ def settings_of(config: Mapping[str, Any]) -> list[Setting]:
     if samples := given.get("samples"):  # the page of samples has the texts
         given["samples"] = {**samples, "prompts": len(samples["prompts"])}
     submitted = dict(flat(given))
+    if search := given.get("search"):  # no trial need have the values of the search's own configuration
+        last = {path.rpartition(".")[2] for path in search["parameters"]}
+        searched = {_OTHER_NAMES.get(name, name) for name in last}
+        own = (name for name in submitted if not name.startswith("search."))
+        submitted |= {name: "searched" for name in own if name.rpartition(".")[2] in searched}
     reported = dict(flat({name: value for name, value in recipe.items() if name != "effective"}))
     reported |= dict(flat(recipe.get("effective") or {}))
     names = [*submitted, *(name for name in reported if name not in submitted)]

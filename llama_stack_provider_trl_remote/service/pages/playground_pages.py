@@ -65,7 +65,8 @@ async def playground_page(
         known = [*dict.fromkeys([models.base, *filter(None, [models.tuned]), *models.others, *known])]
     fields["votes"] = fields["votes"] or (f"votes-{job}" if job else "votes")
     datasets = await asyncio.to_thread(registry.names)
-    return page(request, "playground.html", job=job, fields=fields, models=known, datasets=datasets)
+    busy = await asyncio.to_thread(chats.busy)
+    return page(request, "playground.html", job=job, fields=fields, models=known, datasets=datasets, busy=busy)
 
 
 @calls.post("/answers", dependencies=[USERS_CHAT_FORM])

@@ -27,6 +27,8 @@ _GAP = (150, 260)
 _WIDTH = 980
 _MOST_TICKS = 6
 """Numbers of an axis that are written out, if it has no more."""
+_TICK_HEIGHT = 14
+"""Units that a number of an axis takes."""
 _MOST_NAMES = 12
 """Values of an axis that are written out."""
 SHADES = 4
@@ -273,15 +275,24 @@ def _axis(path: str, values: Sequence[Any], x: float, bottom: float) -> tuple[Ax
             written = [low, math.sqrt(low) * math.sqrt(high) if is_log else low / 2 + high / 2, high]
         ticks = [Tick(height(value), f"{value:.3g}") for value in written]
         places: list[float | None] = [None if value is None else height(value) for value in values]
-        return Axis(short_path(path), path, x, ticks, is_log), places
+        return Axis(short_path(path), path, x, _apart(ticks), is_log), places
     names = [*dict.fromkeys(_written(value) for value in known)]
     step = (bottom - _TOP) / max(1, len(names) - 1)
     middle = (bottom + _TOP) / 2
     at = {
         name: round(bottom - place * step, 1) if step and len(names) > 1 else middle for place, name in enumerate(names)
     }
-    ticks = [Tick(at[name], name[:12]) for name in names[:_MOST_NAMES]]
+    ticks = _apart([Tick(at[name], name[:12]) for name in names[:_MOST_NAMES]])
     return Axis(short_path(path), path, x, ticks, False), [None if v is None else at[_written(v)] for v in values]
+
+
+def _apart(ticks: Sequence[Tick]) -> list[Tick]:
+    """The ticks of an axis, from one end to the other, without those that would touch one before them or the last."""
+    kept: list[Tick] = []
+    for tick in ticks[:-1]:
+        if all(abs(tick.y - other.y) >= _TICK_HEIGHT for other in (*kept[-1:], ticks[-1])):
+            kept.append(tick)
+    return [*kept, *ticks[-1:]]
 
 
 # Importance

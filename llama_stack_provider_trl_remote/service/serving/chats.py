@@ -160,6 +160,10 @@ class Chats:
                         tokens, reason = tokens + message.tokens, message.reason
         return Reply(text, reason == "stop"), tokens
 
+    def busy(self) -> Mapping[str, str]:
+        """See `Serving.busy`."""
+        return self._serving.busy()
+
     def models(self) -> list[Json]:
         """The results of jobs, newest first, and the models that jobs here were trained from."""
         jobs, _ = self._store.queue_page(JobState.completed, None, _MOST_MODELS)

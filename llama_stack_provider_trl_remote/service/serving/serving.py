@@ -182,6 +182,12 @@ class Serving:
             place = await self._emptied(free)
         return place
 
+    def busy(self) -> Mapping[str, str]:
+        """Device -> the job that has it, where trainings have all devices; empty: a model can answer."""
+        holders = self._store.holders()
+        found = {device: job for device in self._devices if (job := _holder(device, holders)) is not None}
+        return found if len(found) == len(self._devices) else {}
+
     def _free(self, holders: Mapping[str, str]) -> list[_ServingPlace]:
         return [_ServingPlace(device) for device in self._devices if _holder(device, holders) is None]
 

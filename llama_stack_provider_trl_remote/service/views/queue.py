@@ -13,7 +13,7 @@ from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.decisions.placement import Node, Obtainable
 from llama_stack_provider_trl.jobs.decisions.prediction import PredictedStart, predict
 from llama_stack_provider_trl.jobs.decisions.states import TERMINAL, JobState, shown
-from llama_stack_provider_trl.jobs.store.records import JobSummary, ListedJob, ListOrder
+from llama_stack_provider_trl.jobs.store.records import JobRecord, JobSummary, ListedJob, ListOrder
 from llama_stack_provider_trl.jobs.store.store import Store
 
 from ..http.bodies import JobRow, QueueResponse, QueueRow
@@ -106,6 +106,22 @@ def order_of(sort: Sort) -> tuple[ListOrder, bool]:
     return column, sort.startswith("-")
 
 
+def start_of(
+    store: Store,
+    job_uuid: str,
+    nodes: Sequence[Node],
+    obtainable: Sequence[Obtainable],
+    *,
+    preempts: bool,
+    now: float | None = None,
+) -> QueueRow:
+    """The name of a job with its predicted start, as the list has it, where it waits. Raises JobNotFound."""
+    with store.snapshot():
+        job = store.get(job_uuid)
+        starts = _starts(store, [job], nodes, time.time() if now is None else now, obtainable, preempts)
+    return QueueRow(job_uuid=job_uuid, **_start(job_uuid, starts))
+
+
 def states_named(text: str) -> list[JobState]:
     """The states that a state of Llama Stack, or one of ours, stands for. Raises InvalidRequest."""
     if text in (JobState.launching, JobState.pausing, JobState.paused, JobState.cancelling):
@@ -118,7 +134,7 @@ def states_named(text: str) -> list[JobState]:
 
 def _starts(
     store: Store,
-    jobs: Sequence[ListedJob],
+    jobs: Sequence[ListedJob | JobRecord],
     nodes: Sequence[Node],
     now: float,
     obtainable: Sequence[Obtainable],
@@ -139,11 +155,18 @@ def _queue_row(job: ListedJob, starts: Mapping[str, PredictedStart]) -> QueueRow
     values |= {"metadata": job.metadata, "search": job.search, "root": job.root, "members": Counter(job.members)}
     if job.state not in TERMINAL:
         values["eta_seconds"] = job.progress.eta_seconds
-    if job.state is JobState.scheduled and starts:
-        start = starts.get(job.job_uuid, PredictedStart(None, f"more than {_AHEAD} jobs are before it"))
-        values["predicted_start"] = None if start.at is None else datetime.fromtimestamp(start.at, UTC)
-        values["unpredicted"] = start.why or None
+    if job.state is JobState.scheduled:
+        values |= _start(job.job_uuid, starts)
     return QueueRow(**values)
+
+
+def _start(job_uuid: str, starts: Mapping[str, PredictedStart]) -> dict[str, Any]:
+    """The fields of a row that have the start of a waiting job; empty: nothing predicts any."""
+    if not starts:
+        return {}
+    start = starts.get(job_uuid, PredictedStart(None, f"more than {_AHEAD} jobs are before it"))
+    at = None if start.at is None else datetime.fromtimestamp(start.at, UTC)
+    return {"predicted_start": at, "unpredicted": start.why or None}
 
 
 def _finite(value: float | None) -> float | None:

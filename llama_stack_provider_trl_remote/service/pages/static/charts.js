@@ -2,6 +2,7 @@
 import { Cursor } from "./cursor.js";
 import { along, aroundEqual, groups, isNoisy, legendOf, smoothed, withoutOutliers } from "./curves.js";
 import { csvOf, Figure, save } from "./figure.js";
+import { short } from "./texts.js";
 
 const DRAW_MS = 500;
 // Charts this near to the part of the page that is seen are drawn: whoever scrolls finds them there.
@@ -24,6 +25,12 @@ const MARKS = {
   pause: { symbol: "square", dash: "longdash", color: "#4a8f9c" },
   warning: { symbol: "x", dash: "solid", color: "#c0561e" },
 };
+// Marks of a kind from which on they have no lines: these would hide the curves.
+const MANY_MARKS = 8;
+export function withLines(marks) {
+  const counts = Map.groupBy(marks, ({ kind }) => kind);
+  return marks.filter(({ kind }) => counts.get(kind).length < MANY_MARKS);
+}
 const LONGEST_TEXT = 300;
 const LINE = /(.{1,70})(?:\s+|$)|(.{70})/gs;
 
@@ -43,6 +50,9 @@ export const modeOf = (curve, kind) => (kind === "validation" || curve.step.leng
 const isMemory = (name) => name.includes("memory_bytes");
 export const valuesOf = (name, curve) =>
   isMemory(name) ? curve.value.map((value) => (value === null ? null : value / 2 ** 30)) : curve.value;
+
+// What the pointer shows of a curve: its numbers as tables have them, where plotly would write 0.0003 as 300µ.
+export const hovered = (values) => ({ text: values.map((value) => (value === null ? "" : short(value))), hovertemplate: "%{text}" });
 
 // An empty chart at the end of an element; label: for who does not see it.
 export function addChart(container, label) {
@@ -306,7 +316,8 @@ export class Charts {
       const curve = (zoomed?.[kind] ?? Object.fromEntries(this.curves.metrics[kind]))[name];
       if (!curve?.step.length) continue;
       const label = plain(kind === "validation" ? `${legendOf(name)} (validation)` : legendOf(name));
-      const whole = { x: this.along(this.curves, curve), y: valuesOf(name, curve), name: label, type: "scatter" };
+      const values = valuesOf(name, curve);
+      const whole = { x: this.along(this.curves, curve), y: values, name: label, type: "scatter", ...hovered(values) };
       whole.mode = modeOf(curve, kind);
       if (kind === "validation" || !isNoisy(name)) {
         found.push({ ...whole, line: { width: 1.5, color } });
@@ -314,7 +325,7 @@ export class Charts {
       }
       found.push({ ...whole, line: { width: 1, color }, opacity: 0.35, showlegend: false });
       const y = smoothed(curve.value, Number(this.smoothing.value));
-      found.push({ ...whole, y, name: `${label}, smoothed`, mode: "lines", line: { width: 2, color } });
+      found.push({ ...whole, ...hovered(y), y, name: `${label}, smoothed`, mode: "lines", line: { width: 2, color } });
     }
     return found;
   }
@@ -324,7 +335,8 @@ export class Charts {
     const titles = { time: "time (UTC)", relative: `${unit.name} since the first point` };
     const axis = titles[this.axis.value] ?? this.axis.value;
     const found = layout(group.title, axis, axis);
-    if (["step", "epoch"].includes(axis)) found.xaxis.unifiedhovertitle = { text: `${axis} %{x}` };
+    const places = { step: "step %{x}", epoch: "epoch %{x:.4~g}", relative: `%{x:.4~g} ${unit.name}` };
+    if (places[this.axis.value]) found.xaxis.unifiedhovertitle = { text: places[this.axis.value] };
     if (group.title === "Learning rate") found.yaxis.exponentformat = "e";
     if (group.names.every(isMemory)) found.yaxis.title = { text: "GiB", standoff: 4 };
     found.hovermode = "x unified";
@@ -332,7 +344,7 @@ export class Charts {
     found.hoverdistance = -1; // of points that are thinned out the nearest is shown, however far it is
     // Marks have an axis of their own: they are at the top of a chart, whatever its values are.
     found.yaxis2 = { overlaying: "y", range: [0, 1], fixedrange: true, visible: false };
-    found.shapes = this.placed().map(({ kind, x }) => ({
+    found.shapes = withLines(this.placed()).map(({ kind, x }) => ({
       ...{ type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper" },
       line: { width: 1, dash: MARKS[kind].dash, color: MARKS[kind].color },
     }));

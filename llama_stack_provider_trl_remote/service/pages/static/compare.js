@@ -1,5 +1,5 @@
 // Several jobs over each other: their curves as they grow, and their states.
-import { Charts, COLORS, modeOf, plain, valuesOf } from "./charts.js";
+import { Charts, COLORS, hovered, modeOf, plain, valuesOf } from "./charts.js";
 import { Curves, isNoisy, separate, smoothed } from "./curves.js";
 import { Parts } from "./parts.js";
 import { Stream } from "./stream.js";
@@ -47,10 +47,12 @@ class Overlaid extends Charts {
         const x = this.along(all, curve);
         const label = plain(kind === "validation" ? `${job} (validation)` : job);
         const line = { color, width: 2, dash: kind === "validation" ? "dot" : "solid" };
-        const whole = { x, y: valuesOf(name, curve), name: label, mode: modeOf(curve, kind), type: "scatter", line };
+        const values = valuesOf(name, curve);
+        const whole = { x, y: values, ...hovered(values), name: label, mode: modeOf(curve, kind), type: "scatter", line };
         if (kind === "validation" || !isNoisy(name)) return [whole];
-        const raw = { ...whole, line: { color, width: 1 }, opacity: 0.25, showlegend: false, hoverinfo: "skip" };
-        return [raw, { ...whole, y: smoothed(curve.value, Number(this.smoothing.value)) }];
+        const raw = { ...whole, line: { color, width: 1 }, opacity: 0.25, showlegend: false, hoverinfo: "skip", hovertemplate: "" };
+        const y = smoothed(curve.value, Number(this.smoothing.value));
+        return [raw, { ...whole, ...hovered(y), y }];
       });
     });
   }
@@ -107,4 +109,7 @@ function onEvent(job, message) {
   parts.refresh(5000);
 }
 
+// The page of a job leads to the differences.
+const differences = document.querySelector("#settings details");
+if (differences && location.hash === "#settings") differences.open = true;
 if (curves.size) begin();

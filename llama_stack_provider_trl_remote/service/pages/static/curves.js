@@ -104,7 +104,7 @@ export class Curves {
     const curve = this.metrics.train.get(name) ?? this.metrics.validation.get(name);
     if (!curve?.step.length) return null;
     if (axis === "step") return [Math.max(0, Math.floor(from)), Math.max(0, Math.ceil(to))];
-    const places = axis === "epoch" ? curve.epoch : curve.time;
+    const places = axis === "epoch" ? curve.epoch : forward(curve.time);
     const bounds = { epoch: Number, time: seconds, relative: (place) => this.begin() + place * unit?.seconds };
     const [low, high] = [from, to].map(bounds[axis]);
     const first = Math.max(0, places.findLastIndex((place) => place <= low));
@@ -139,10 +139,16 @@ function seconds(text) {
   return Date.parse(`${day}T${clock.includes(":") ? clock : `${clock}:00`}Z`) / 1000;
 }
 
+// Times that never decrease. A clock that was set back, or that of another node, would have the line run backward.
+function forward(times) {
+  let latest = -Infinity;
+  return times.map((time) => (latest = Math.max(latest, time)));
+}
+
 // The places of a curve's points on an axis; of time as plotly takes them, and of relative time in units since `begin`.
 export function along(curve, axis, begin, unit) {
-  if (axis === "relative") return curve.time.map((one) => (one - begin) / unit.seconds);
-  if (axis === "time") return curve.time.map((one) => new Date(one * 1000).toISOString());
+  if (axis === "relative") return forward(curve.time).map((one) => (one - begin) / unit.seconds);
+  if (axis === "time") return forward(curve.time).map((one) => new Date(one * 1000).toISOString());
   return curve[axis];
 }
 
@@ -188,14 +194,21 @@ export function groups(names) {
   return [...found, ...[...left].sort().map((name) => ({ title: name, section: sectionOf(name), names: [name] }))];
 }
 
+// A chart of one metric has the title that the page of a job gives it, as far as that stands for this metric alone.
+const TITLES = {
+  loss: "Loss", eval_loss: "Eval loss", reward: "Reward", learning_rate: "Learning rate", grad_norm: "Gradient norm",
+  mean_token_accuracy: "Accuracy", entropy: "Entropy", tokens_per_second: "Tokens per second",
+};
+const titleOf = (name) => TITLES[name] ?? (MEMORY.test(name) ? `Memory, ${legendOf(name)}` : name);
+
 const OF_MAIN = ["loss", "eval_loss", "reward", "rewards/margins"];
 
 // The charts of several jobs: one for each metric, those that tell most of any method in a section of their own.
 export function separate(names) {
-  const found = groups(names).flatMap(({ section, names: members }) => members.map((name) => ({ title: name, section, names: [name] })));
-  const place = (name) => OF_MAIN.indexOf(name);
-  const main = found.filter(({ title }) => place(title) >= 0).sort((a, b) => place(a.title) - place(b.title));
-  return [...main.map((group) => ({ ...group, section: "Main" })), ...found.filter(({ title }) => place(title) < 0)];
+  const found = groups(names).flatMap(({ section, names: members }) => members.map((name) => ({ title: titleOf(name), section, names: [name] })));
+  const place = ({ names: [name] }) => OF_MAIN.indexOf(name);
+  const main = found.filter((one) => place(one) >= 0).sort((a, b) => place(a) - place(b));
+  return [...main.map((group) => ({ ...group, section: "Main" })), ...found.filter((one) => place(one) < 0)];
 }
 
 // The charts of a job in the order of its page: the one that tells most of its method first, then the loss; both are

@@ -1,5 +1,5 @@
-// Two models beside each other: the same prompt to both, their answers as they come, and votes for the better one. All
-// texts of models, rows and names become text nodes.
+// Two models beside each other, or one alone: the same prompt to both, their answers as they come, and votes for the
+// better one. All texts of models, rows and names become text nodes.
 
 const main = document.getElementById("main");
 const form = document.getElementById("playground");
@@ -7,6 +7,7 @@ const live = document.getElementById("live");
 const voted = document.getElementById("vote-state");
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 const WAIT_MS = 500;
+const ALONE = "A vote compares two answers: name a model B.";
 const SIDES = ["a", "b"].map((name) => ({
   name,
   label: name.toUpperCase(),
@@ -18,6 +19,7 @@ const SIDES = ["a", "b"].map((name) => ({
   answer: "", // to them
   ended: false, // by itself, and not by a stop or an error
 }));
+const QUEUE = "GET /v1/post-training/queue"; // what the API names for the page of jobs
 let tools = null;
 let question = null; // the last one that was sent
 let waiting = null; // last turn of a row that the prompt field cannot have: it is shown, and sent where the field is empty
@@ -28,6 +30,11 @@ let timer = 0;
 
 function element(id) {
   return document.getElementById(id);
+}
+
+// The sides that have a model: the second one may have none.
+function asked() {
+  return SIDES.filter((side) => side.model.value.trim());
 }
 
 // --- A conversation
@@ -57,6 +64,17 @@ async function sentenceOf(answer) {
   } catch {
     return `The service answered with ${answer.status}.`;
   }
+}
+
+// A sentence of the service; where it names the queue of the API, a link to the page of jobs.
+function showState(side, sentence) {
+  const [before, after] = sentence.split(QUEUE);
+  side.state.textContent = before;
+  if (after === undefined) return;
+  const link = document.createElement("a");
+  link.href = "/";
+  link.textContent = "Jobs";
+  side.state.append(link, after);
 }
 
 // A browser's own errors have other words in each browser, such as "Failed to fetch".
@@ -135,20 +153,21 @@ async function ask(side, signal) {
     side.ended = true;
     if (reason === "length") side.state.textContent = "It ended at its limit of tokens.";
   } catch (error) {
-    side.state.textContent = signal.aborted ? "Stopped." : sentenceOfError(error, side.answer);
+    showState(side, signal.aborted ? "Stopped." : sentenceOfError(error, side.answer));
   }
   if (side.answer) side.turns = [...side.turns, question, { role: "assistant", content: side.answer }];
 }
 
 async function askBoth() {
   running = new AbortController();
-  live.textContent = "The models answer ...";
+  const sides = asked();
+  live.textContent = sides.length > 1 ? "The models answer ..." : "The model answers ...";
   voted.textContent = "";
   update();
-  await Promise.all(SIDES.map((side) => ask(side, running.signal)));
+  await Promise.all(sides.map((side) => ask(side, running.signal)));
   running = null;
-  const failed = SIDES.filter((side) => !side.ended).map((side) => side.label);
-  live.textContent = failed.length ? `No whole answer of ${failed.join(" and ")}.` : "Both models have answered.";
+  const failed = sides.filter((side) => !side.ended).map((side) => side.label);
+  live.textContent = failed.length ? `No whole answer of ${failed.join(" and ")}.` : `${sides.length > 1 ? "Both models have" : "The model has"} answered.`;
   update();
 }
 
@@ -167,7 +186,7 @@ function send() {
 }
 
 function retry() {
-  for (const side of SIDES) {
+  for (const side of asked().filter((one) => one.before)) {
     side.turns = side.before.turns;
     hideLastTurn(side);
   }
@@ -191,10 +210,13 @@ function begin(turns = []) {
 
 function update() {
   const [a, b] = SIDES;
-  const answered = a.ended && b.ended && !running;
+  const isAlone = !b.model.value.trim();
+  const answered = a.ended && b.ended && !running && !isAlone;
   const same = answered && JSON.stringify(a.asked) === JSON.stringify(b.asked);
   const votable = same && a.answer.trim() && b.answer.trim() && a.answer !== b.answer;
   for (const side of SIDES) allow(`vote-${side.name}`, votable);
+  if (isAlone) voted.textContent = ALONE;
+  else if (voted.textContent === ALONE) voted.textContent = "";
   if (answered && !same) voted.textContent = "The conversations differ: a vote needs the same messages before both answers. Vote after each answer, or begin a new conversation.";
   else if (answered && a.answer === b.answer) voted.textContent = "The answers are the same: there is nothing to vote for.";
   else if (answered && !(a.answer.trim() && b.answer.trim())) voted.textContent = "An answer is empty: DPO cannot train on it.";
@@ -288,7 +310,7 @@ async function count() {
   link.hidden = true;
   shown.textContent = "";
   if (!dataset) return;
-  const query = new URLSearchParams({ dataset, model: element("model_b").value.trim() });
+  const query = new URLSearchParams({ dataset, model: asked().at(-1)?.model.value.trim() ?? "" });
   try {
     const answer = await fetch(`/playground/votes?${query}`);
     const found = answer.ok ? await answer.json() : null;
@@ -329,6 +351,7 @@ onClick("clear", () => {
 });
 onClick("next", next);
 for (const side of SIDES) onClick(`vote-${side.name}`, () => vote(side));
+element("model_b").addEventListener("input", update);
 for (const id of ["votes", "model_b"]) element(id).addEventListener("input", countSoon);
 element("dataset").addEventListener("input", () => (element("row").value = 0));
 update();
