@@ -16,7 +16,7 @@ from PIL import Image
 from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.system.data_dir import DATABASE
-from llama_stack_provider_trl_remote.service.pages.list_view import brief, short
+from llama_stack_provider_trl_remote.service.pages.list_view import brief, count, short
 from llama_stack_provider_trl_remote.service.pages.rendering import duration, number, size, step_time
 from tests.contract import browser
 from tests.contract.browser import Window
@@ -399,7 +399,8 @@ def test_scripts_write_values_as_the_service_does(window: Window) -> None:
         const own = document.querySelector("script[type=module]").src;
         const texts = await import(new URL("./texts.js", own));
         return [numbers.map((one) => texts.number(one)), sizes.map(texts.size), seconds.map(texts.duration),
-            numbers.map(texts.short), seconds.map(texts.brief), [...seconds, 0.0204, 3.14159].map(texts.stepTime)];
+            numbers.map(texts.short), seconds.map(texts.brief),
+            seconds.map((one) => texts.count(Math.round(one))), [...seconds, 0.0204, 3.14159].map(texts.stepTime)];
     }"""
     assert window.page.evaluate(script, [numbers, sizes, seconds]) == [
         [number(one) for one in numbers],
@@ -407,6 +408,7 @@ def test_scripts_write_values_as_the_service_does(window: Window) -> None:
         [duration(one) for one in seconds],
         [short(one) for one in numbers],
         [brief(one) for one in seconds],
+        [count(round(one)) for one in seconds],
         [step_time(one) for one in (*seconds, 0.0204, 3.14159)],
     ]
 

@@ -2,7 +2,7 @@
 // those that are ticked.
 import { Parts } from "./parts.js";
 import { isBehind, Stream } from "./stream.js";
-import { brief, short } from "./texts.js";
+import { brief, count, short } from "./texts.js";
 
 const live = document.getElementById("live");
 const parts = new Parts(["list"], { replaced: onList, failed: onLost });
@@ -33,7 +33,7 @@ function onEvent(job, { event, eta_seconds: eta }, cursor) {
   const bar = found?.querySelector(".progress progress");
   if (!bar) return parts.refresh();
   bar.value = event.step;
-  found.querySelector(".progress .steps").textContent = `${event.step} of ${bar.max}`;
+  found.querySelector(".progress .steps").textContent = `${count(event.step)} of ${count(bar.max)}`;
   found.querySelector(".eta").textContent = Number.isFinite(eta) ? `${brief(eta)} left` : "";
   if (typeof event.metrics.loss === "number") found.querySelector(".loss .value").textContent = short(event.metrics.loss);
   else if (event.not_finite?.includes("loss")) found.querySelector(".loss .value").textContent = "";
