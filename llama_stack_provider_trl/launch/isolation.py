@@ -217,9 +217,7 @@ def spec_paths(attempt: AttemptSpec, directories: Sequence[Path]) -> SpecPaths:
     job, found = attempt.job, SpecPaths()
     caches = [model.cache for _, model in parts_of(job, ReferenceSpec)]
     # A preflight writes nothing else than tokens.
-    written = [job.data.token_cache, *([] if attempt.preflight else [job.checkpoint_dir, *caches])]
-    if job.compute.compile_blocks == "always" and not attempt.preflight:
-        written.append(attempt.compiled)
+    written = [job.data.token_cache, *([] if attempt.preflight else [job.checkpoint_dir, *caches, attempt.compiled])]
     found.write += [path for path in written if path is not None]
     rows = [rows.path for _, rows in parts_of(job, DatasetRef)]
     borrowed = [other.path for _, other in parts_of(job, ResumeFrom)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from .distributed import ranks
 from .distributed.heartbeat import heartbeat
 from .distributed.peers import connected_peers
 from .distributed.replicas import Heartbeats
+from .fast.compiled import compiler_failures
 from .model.loading import choose_device, load_adapter
 from .model.positions import within_positions
 from .model.saving import exports
@@ -70,8 +71,11 @@ def train_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
     spec, warnings = within_positions(spec)
     device = choose_device(spec.device)
     _report_start(spec, device, warnings, writer)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(attempt.compiled)
-    with connected_peers(device, attempt.run_dir, writer) as mbit_per_s:
+    compiler: AbstractContextManager[None] = nullcontext()
+    if attempt.compiled is not None:  # other jobs keep the directory that the operator has set
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(attempt.compiled)
+        compiler = compiler_failures(spec.source.model)
+    with connected_peers(device, attempt.run_dir, writer) as mbit_per_s, compiler:
         run = _prepare(attempt, spec, batch_plan, device, writer, mbit_per_s)
         _check_room(run)
         if not _score_reference(run):

@@ -643,6 +643,8 @@ class AttemptSpec(Frozen):
     """One attempt at a job: `derive(JobSpec, placement, resume point)`. Written to the run directory as `spec.json`."""
 
     job: JobSpec
+    age: int = Field(0, ge=0)
+    """The job's place in the order of submission, which no other job of the service gets; 0: it was not submitted."""
     attempt: int = Field(gt=0)
     run_dir: Path
     """`<data_dir>/jobs/<job_uuid>/attempts/<attempt>`; every path of the attempt is a function of it."""
@@ -678,11 +680,16 @@ class AttemptSpec(Frozen):
         return f"{self.job.job_uuid}-{self.attempt}"
 
     @property
-    def compiled(self) -> Path:
-        """Code that was compiled for the job, in its directory: of all its attempts, and of no other job, whose code
-        it would run."""
+    def compiled(self) -> Path | None:
+        """Code that is compiled for the job, in its directory: of all its attempts, and of no other job, whose code
+        it would run. A node may still have that of an earlier job of this name, which had another age. None: nothing
+        is compiled."""
+        job = self.job
+        trains = job.work is None and self.preflight is None
+        if not trains or job.compute.compile_blocks != "always" or job.algorithm != "sft":
+            return None
         home = self.run_dir.parents[1] if self.run_dir.parent.name == "attempts" else self.run_dir
-        return home / "compiled"
+        return home / "compiled" / str(self.age)
 
 
 def derive(
@@ -695,6 +702,7 @@ def derive(
     in_smaller_parts: bool = False,
     has_trained: bool = False,
     nodes: int | None = None,
+    age: int = 0,
 ) -> AttemptSpec:
     """One attempt at a job on a concrete device. Pure: the same arguments give the same spec.
 
@@ -704,12 +712,14 @@ def derive(
         has_trained: an earlier attempt has done steps, so the job fits. An estimate no longer refuses it, since other
             programs may use the GPU's memory at the moment.
         nodes: that it runs on; None: as many as the job requests.
+        age: the job's; 0: it was not submitted.
     """
     spec = (spec.in_smaller_parts() if in_smaller_parts else None) or spec
     preflight = "warn" if has_trained and spec.preflight == "refuse" else spec.preflight
     placed = spec.on(device).model_copy(update={"preflight": preflight})
     return AttemptSpec(
         job=placed,
+        age=age,
         attempt=attempt,
         run_dir=run_dir,
         world_size=spec.ranks_per_node * (nodes or spec.nodes),

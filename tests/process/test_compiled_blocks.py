@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from torch._dynamo.utils import counters
 
+from llama_stack_provider_trl.recipes.evaluation.evaluate import evaluate
 from llama_stack_provider_trl.recipes.fast import compiled
 from llama_stack_provider_trl.recipes.fast.cpu_attention import attend_on_cpu
 from llama_stack_provider_trl.recipes.fast.layout import Group, Layout, decoded
@@ -49,10 +51,49 @@ def test_attention_as_one_operator_has_the_bits_of_attention_in_rows(groups: Seq
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_the_compiler_is_told_the_shapes_and_gradients_of_attention_as_one_operator() -> None:
+@pytest.mark.parametrize("first", ["tokens", "heads"])
+def test_the_compiler_is_told_the_shapes_and_gradients_of_attention_as_one_operator(first: str) -> None:
     layout = Layout(GROUPS["both"])
-    given = [torch.randn(1, 12, 4, 8).transpose(1, 2).detach().requires_grad_() for _ in range(3)]
+    made = [torch.randn(1, 12, 4, 8).transpose(1, 2) for _ in range(3)]
+    given = [(one if first == "tokens" else one.contiguous()).detach().requires_grad_() for one in made]
     torch.library.opcheck(compiled._attend, (*given, layout.encoded, 0.3))
+
+
+def test_attention_on_a_gpu_has_the_strides_that_the_compiler_is_told_whatever_the_kernel_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def kernel(query: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.empty_like(query[0].transpose(0, 1)), torch.empty(query.shape[1:3], device="meta")
+
+    monkeypatch.setattr(compiled, "attend_in_one_kernel", kernel)
+    monkeypatch.setattr(compiled, "has_kernel_of_rows", lambda *_: True)
+    # Concatenated after the rotation of positions, as in Phi and GLM.
+    tensors = [torch.empty(1, 4, 12, 8, device="meta") for _ in range(3)]
+    given = (*tensors, Layout(GROUPS["both"]).encoded, 0.3)
+    computed, told = compiled._attend._init_fn(*given), compiled._shapes(*given)
+    assert [(one.shape, one.stride()) for one in computed] == [(one.shape, one.stride()) for one in told]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "tokens", "rows"),
+    [
+        ([2000, 90, 80], 2039, 2),
+        ([33] * 8, 251, 8),
+        ([33, 33, 33], 61, 2),
+        ([30, 29, 28, 27, 26], 127, 6),
+        ([5, 4, 3], 17, 6),
+        ([2, 2], 18, 18),
+    ],
+)
+def test_the_first_batch_has_no_row_longer_than_those_of_the_job(
+    lengths: list[int], tokens: int, rows: int, tmp_path: Path
+) -> None:
+    found = [{"input_ids": [1] * length, "labels": [1] * length} for length in lengths]
+    spec = job_spec(tmp_path, "model", batch_size=len(lengths))
+    layout = compiled.first_batch(spec, Dataset.from_list(found))["layout"]
+    sizes = layout.sizes()
+    assert (sum(sizes), len(sizes)) == (tokens, rows)
+    assert 0 < min(sizes) <= layout.longest < max(lengths)
 
 
 @pytest.fixture
@@ -144,6 +185,31 @@ def test_a_training_of_a_model_whose_blocks_are_not_compiled_has_the_reason(
     status, events = run(tmp_path / "run", spec)
     assert status == 0, [failed.message for failed in of_kind(events, Failed)]
     assert of_kind(events, Prepared)[0].effective["compiled_blocks"] == f"not used: {reason}"
+
+
+def test_jobs_that_compile_nothing_keep_the_operators_directory_of_compiled_code(
+    graphs: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/srv/inductor")
+    spec = job_spec(tmp_path, tiny_model(), max_steps_per_epoch=1, validation_rows=ROWS[:5])
+    assert run(tmp_path / "run", spec)[0] == 0
+    counters.clear()
+    assert evaluate(spec.changed(compile_blocks="always"))["rows"] == 5
+    assert counters["stats"]["unique_graphs"] == 0
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/srv/inductor"
+
+
+def test_a_job_that_needs_more_graphs_later_than_its_model_may_have_is_refused(
+    graphs: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "_GRAPHS", 0)
+    monkeypatch.setattr(RecipeTrainer, "_compile", lambda *_: None)
+    status, events = run(tmp_path / "run", job_spec(tmp_path, tiny_model(), compile_blocks="always"))
+    assert status != 0
+    (failed,) = of_kind(events, Failed)
+    assert failed.reason is Reason.invalid_request
+    assert "compile_blocks is 'always'" in failed.message
+    assert "recompile limit exceeded" in failed.message
 
 
 def test_a_job_whose_blocks_cannot_be_compiled_is_refused_with_what_the_compiler_reports(

@@ -189,8 +189,9 @@ def test_events_are_translated_in_every_field_that_holds_the_path_of_a_checkpoin
 
 
 def test_a_spec_continues_from_what_is_here_only() -> None:
-    places = PathMap(order(spec=RESUMED), Path("/node"))
+    places = PathMap(order(spec={**RESUMED, "age": 7}), Path("/node"))
     found = places.spec(["/service/checkpoints/job/checkpoint-3"]).model_dump(mode="json")
+    assert found["age"] == 7  # by which code that is compiled here is this job's alone
     assert (found["resume_from"], found["fall_back_to"]) == ("/node/jobs/job/checkpoints/checkpoint-3", [])
     found = places.spec([]).model_dump(mode="json")
     assert (found["resume_from"], found["fall_back_to"]) == (None, [])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.launch.base import TaskSpec
-from llama_stack_provider_trl.launch.isolation import NO_ISOLATION, Isolation
+from llama_stack_provider_trl.launch.isolation import NO_ISOLATION, Isolation, spec_paths
 from llama_stack_provider_trl.launch.namespaces import View
 from llama_stack_provider_trl.specs.job import AttemptSpec, DpoSpec, ReferenceSpec
 from llama_stack_provider_trl.specs.methods import GrpoSpec
@@ -20,6 +20,11 @@ from llama_stack_provider_trl.specs.serving import ServeSpec
 from llama_stack_provider_trl.specs.work import GenerateSpec
 from llama_stack_provider_trl.system.files import RunDir
 from tests.fakes import job_spec
+
+
+def generated_by(python: Path) -> GenerateSpec:
+    sampling = {"max_new_tokens": 4, "temperature": 1.0, "top_p": 1.0, "seed": 1, "samples_per_prompt": 1}
+    return GenerateSpec(output_dataset_id="d", engine="vllm", vllm_python=python, **sampling)
 
 
 @pytest.fixture
@@ -129,6 +134,26 @@ def test_a_preflight_writes_tokens_and_neither_creates_nor_sees_the_checkpoint_d
     assert not (data / "checkpoints").exists()
 
 
+@pytest.mark.parametrize(
+    ("job", "attempt", "compiled"),
+    [
+        ({"compile_blocks": "always"}, {"age": 7}, ["jobs/mine/compiled/7"]),
+        ({"compile_blocks": "always"}, {"age": 8}, ["jobs/mine/compiled/8"]),
+        ({"compile_blocks": "always"}, {"preflight": PreflightSpec(device="cpu")}, []),
+        ({"compile_blocks": "always", "method": DpoSpec()}, {}, []),
+        ({"compile_blocks": "always", "work": generated_by(Path("/usr/bin/python3"))}, {}, []),
+        ({"compile_blocks": "auto"}, {}, []),
+    ],
+)
+def test_compiled_code_has_a_directory_that_no_other_job_of_its_name_writes(
+    job: dict[str, Any], attempt: dict[str, Any], compiled: list[str], data: Path
+) -> None:
+    run_dir = data / "jobs" / "mine" / "attempts" / "2"
+    spec = AttemptSpec(job=job_spec("mine", **job), attempt=2, run_dir=run_dir, **attempt)
+    written = below(data, tuple(map(str, spec_paths(spec, [data]).write)))
+    assert [path for path in written if "compiled" in path] == compiled
+
+
 def test_a_preflight_sees_the_model_whose_sizes_a_reward_model_will_have(data: Path) -> None:
     small = data / "checkpoints/first/final"
     small.mkdir(parents=True)
@@ -161,11 +186,6 @@ def test_a_symbolic_link_below_the_data_directory_is_kept_and_its_target_seen(da
     assert str(disk / "checkpoints") in found.covers
     assert str(disk / "checkpoints/mine") in found.write
     assert found.links == ((str(data / "checkpoints"), str(disk / "checkpoints")),)
-
-
-def generated_by(python: Path) -> GenerateSpec:
-    sampling = {"max_new_tokens": 4, "temperature": 1.0, "top_p": 1.0, "seed": 1, "samples_per_prompt": 1}
-    return GenerateSpec(output_dataset_id="d", engine="vllm", vllm_python=python, **sampling)
 
 
 @pytest.mark.parametrize("is_link", [False, True])

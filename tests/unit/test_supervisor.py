@@ -136,6 +136,7 @@ def test_the_training_process_finds_its_spec_with_the_device_filled_in(world: Wo
     run_dir = world.root / "jobs" / "a" / "attempts" / "1"
     spec = AttemptSpec.model_validate_json(RunDir(run_dir).spec.read_text())
     assert (spec.job.device, spec.attempt, spec.run_dir, spec.task_id) == ("cpu", 1, run_dir, "a-1")
+    assert spec.age == world.job().age > 0
     assert world.launcher.tasks["a-1"].spec == TaskSpec("a-1", run_dir, ("cpu",))
     assert world.job().spec.device == "auto"  # what was requested stays on record
 

@@ -173,6 +173,7 @@ class Attempts:
             in_smaller_parts=has_shrunk(before),
             has_trained=any(tried.step > tried.start_step for tried in before),
             nodes=nodes_of(job.devices),
+            age=job.age,
         )
         atomic_write(RunDir(job.run_dir).spec, spec.model_dump_json(indent=1).encode())
 

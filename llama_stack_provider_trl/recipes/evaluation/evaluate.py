@@ -99,7 +99,8 @@ def _built(spec: JobSpec, writer: EventWriter) -> BuiltTrainer:
     spec, warnings = within_positions(spec)
     for message in warnings:
         writer.write(Warned(message=message))
-    spec = spec.changed(duplicates=None)  # the rows are those of training and of validation
+    # The rows are those of training and of validation; only a training has a directory of its own for compiled code.
+    spec = spec.changed(duplicates=None, compile_blocks="never")
     if spec.does.ensemble:
         check_members(spec)
     built = build_trainer(spec, choose_device(spec.device), writer)

@@ -7,12 +7,16 @@ which is that of a batch made for it (`first_batch`), so that a resumed attempt 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from datasets import Dataset
 from transformers import AttentionInterface, PreTrainedModel
 
+from ...errors import JobFailure
+from ...specs.events import Reason
 from ...specs.job import JobSpec
 from .attention import (
     attend_in_one_kernel,
@@ -24,7 +28,7 @@ from .attention import (
 from .batches import Inputs, collate_rows, largest_groups
 from .cpu_attention import attend_to_plan, differentiate_plan, planned
 from .larger_batches import why_random
-from .layout import decoded
+from .layout import Layout, decoded
 from .mlp import is_of_tokens, why_whole
 
 NAME = "rows_as_one_operator"
@@ -131,14 +135,38 @@ def _compiled(kind: Any) -> type[torch.nn.Module]:
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
+@contextmanager
+def compiler_failures(model: str) -> Iterator[None]:
+    """While this is open, what the compiler cannot do ends a job whose blocks are compiled as its own failure: at its
+    first batch, or at a later one that needs another graph.
+
+    Raises:
+        JobFailure: invalid_request, with what the compiler reports.
+    """
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+    try:
+        yield
+    except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+        found = (error.__cause__ or error) if isinstance(error, FailOnRecompileLimitHit) else error
+        raise JobFailure(
+            Reason.invalid_request,
+            f"compile_blocks is 'always', and the blocks of {model!r} cannot be compiled here: "
+            f"{' '.join(str(found).split())[:600]}. Leave compile_blocks out, or send 'never'.",
+        ) from error
+
+
 def first_batch(spec: JobSpec, dataset: Dataset) -> Inputs:
-    """The batch for which blocks are compiled: the same in every attempt, and no larger than those of the job."""
+    """The batch for which blocks are compiled: the same in every attempt, no larger than those of the job, and without
+    a row that is longer than theirs, for which a model may have no positions."""
     groups, _ = largest_groups(dataset, spec.data.batch_size)
     most = sum(prefix + sum(parts) for prefix, parts in groups)
     tokens = next((size for size in _SIZES if size <= most), _SIZES[-1])
+    rows = -(-tokens // max(1, Layout(groups).longest))
+    rows += rows % 2  # see `Layout.encoded`
+    sizes = [max(1, tokens // rows + (row < tokens % rows)) for row in range(rows)]
     # The last token of each row is not computed.
-    rows = [0] * (tokens // 2 + 1), [0] * (tokens - tokens // 2 + 1)
-    return collate_rows([{"input_ids": ids, "labels": ids} for ids in rows])
+    return collate_rows([{"input_ids": [0] * (size + 1), "labels": [0] * (size + 1)} for size in sizes])
 
 
 def attend_as_operator(
@@ -181,7 +209,7 @@ def _attend(
     if query.device.type == "cpu":
         return attend_to_plan(query, key, value, planned(rows), scaling)
     attended, log_sums = attend_in_one_kernel(query, key, value, rows, scaling, None)
-    return attended[None], log_sums
+    return attended[None].contiguous(), log_sums  # the kernel's output has the strides of the query
 
 
 @_attend.register_fake

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model
 
-from ...errors import JobFailure
-from ...specs.events import Reason
 from ..distributed.heartbeat import heartbeat
 from ..fast.batches import forward_arguments
 from ..fast.compiled import COMPILED, compile_blocks, first_batch
@@ -62,29 +60,16 @@ class RecipeTrainer(StepCheckpoints, DataOrder, Optimization, SourceLosses, Late
         return prepared
 
     def _compile(self, model: torch.nn.Module) -> None:
-        """Compute a batch that each attempt begins with as the job will compute its own.
-
-        Raises:
-            JobFailure: invalid_request, with what the compiler reports.
-        """
-        from torch._dynamo.exc import TorchDynamoException
-
+        """Compute a batch that each attempt begins with as the job will compute its own."""
         inputs = self._prepare_inputs(first_batch(self.spec, self.train_dataset))
         device = self.args.device
-        try:
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                for training in (True, False) if self.spec.data.validation else (True,):
-                    self.model.train(training)
-                    with torch.set_grad_enabled(training), self.scoring():
-                        scores = self.model(**forward_arguments(inputs)).log_probs
-                    if training:
-                        scores.sum().backward()
-        except TorchDynamoException as error:
-            raise JobFailure(
-                Reason.invalid_request,
-                f"compile_blocks is 'always', and the blocks of {self.spec.source.model!r} cannot be compiled here: "
-                f"{' '.join(str(error).split())[:600]}. Leave compile_blocks out, or send 'never'.",
-            ) from error
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            for training in (True, False) if self.spec.data.validation else (True,):
+                self.model.train(training)
+                with torch.set_grad_enabled(training), self.scoring():
+                    scores = self.model(**forward_arguments(inputs)).log_probs
+                if training:
+                    scores.sum().backward()
         self.model.train()
         model.zero_grad()
 

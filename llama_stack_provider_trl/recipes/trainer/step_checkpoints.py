@@ -163,7 +163,8 @@ class StepCheckpoints(DataOrder, Optimization):
             raise JobFailure(
                 Reason.invalid_request,
                 f"{checkpoint} was trained with {rows} rows per optimizer step, this job takes "
-                f"{self.batch_plan.rows_per_step}: choose batch_size x gradient_accumulation_steps x ranks = {rows}",
+                f"{self.batch_plan.rows_per_step}: choose batch_size x gradient_accumulation_steps x ranks / "
+                f"context_parallel_size = {rows}",
             )
         # As an integer: a float would make the count one of float32, which skips numbers beyond 2 ** 24.
         self.num_tokens += int(self._restored["num_tokens"])
