@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pyarrow.compute as pc
 import torch
 from datasets import Dataset
 
@@ -262,7 +261,8 @@ def _without_order(needed: int, why: str) -> str:
 
 def _packed(batch: Batch, dataset: Dataset) -> tuple[int, int]:
     """Tokens of the longest packed row, and the most rows of a batch."""
-    longest = int(pc.max(pc.list_flatten(dataset.data.column("seq_lengths"))).as_py())
+    chunks = dataset.data.column("seq_lengths").chunks
+    longest = max(int(chunk.flatten().to_numpy().max(initial=0)) for chunk in chunks)
     return longest - 1, batch.sequences * int(list_lengths(dataset, "seq_lengths").max())
 
 

@@ -20,6 +20,7 @@ from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes import micro_steps, preflight
 from llama_stack_provider_trl.recipes.build import load_policy
 from llama_stack_provider_trl.recipes.data.lengths import row_lengths
+from llama_stack_provider_trl.recipes.data.packing import pack
 from llama_stack_provider_trl.recipes.data.sampling import BatchPlan
 from llama_stack_provider_trl.recipes.fast import attention
 from llama_stack_provider_trl.recipes.fast.model import use_rows
@@ -314,13 +315,25 @@ def test_what_a_fixed_order_takes_is_given_up_where_other_processes_hold_the_mem
     assert refused[0] == refused[1]
 
 
-def test_batches_of_packed_rows_have_fewer_or_more_rows_than_the_one_with_the_most_tokens() -> None:
+def test_batches_of_packed_rows_have_other_rows_than_the_one_with_the_most_tokens(tmp_path: Path) -> None:
     def call(tokens: int, rows: int) -> int:  # of 160 multiprocessors and 32 heads
         return max(1, -(-5 // rows)) * 4 * (tokens + 128 * rows) * 32 * 128
 
     assert attention.fixed_order_bytes([90, 90, 90], 32, 128) == (call(180, 2), call(90, 1))
     packed = attention.fixed_order_bytes([90, 90, 90], 32, 128, (200, 100))
     assert packed == (call(273, 100), call(200, 1))
+    model = shaped(2, hidden_size=4096, num_attention_heads=32)
+    spec = job_spec(tmp_path, model, batch_size=1, max_seq_length=8192, dtype="bf16", packed=True)
+    rows = pack(Dataset.from_list([{"input_ids": [1] * n, "labels": [1] * n} for n in (4096, 4096, 7000)]), 8192)
+    limits = [
+        fix_order(spec, BatchPlan.of_job(spec), rows, "cuda", lambda total=total: (Capacity(1), total))
+        for total in (1 << 60, 1)
+    ]
+    together = 5 * 4 * (8192 + 128) * 32 * 128  # as if those of the sequence with the most tokens were one row
+    assert [job.compute.accumulator_bytes for job, _ in limits] == [together, None]
+    assert limits[1][1].startswith("up to rounding: attention would take 0.54 GiB")  # of the row of 7000
+    batch = with_groups(Batch(1, 8192), spec, rows, None)
+    assert estimates.flash_bytes(limits[0][0], batch, "cuda") == together
 
 
 def test_step_checkpoints_are_copied_to_cpu_memory_which_is_the_device_on_a_cpu(tmp_path: Path) -> None:
