@@ -33,7 +33,7 @@ from .fast.mlp import tile_mlp
 from .fast.model import use_rows
 from .fast.smaller_batches import in_parts
 from .fast.support import with_batches
-from .micro_steps import MicroBatches, fix_order, merge_micro_steps
+from .micro_steps import MicroBatches, fix_order, keep_order, merge_micro_steps
 from .model.adapters import DEFAULT, continued, continues, has_reference_adapter
 from .model.attention import passes_padding_mask, set_attention
 from .model.checked import check_models
@@ -163,6 +163,7 @@ class BuiltTrainer:
             **self._gradients_of_head,
             "mlp_tiles": policy.mlp_tiles,
             "repeats": self.repeats,
+            **({} if (taken := self.trainer.spec.compute.accumulator_bytes) is None else {"accumulator_bytes": taken}),
             "compiled_blocks": self.trainer.compiled_blocks,
             "weights_dtype": str(model.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
@@ -227,6 +228,8 @@ def build_trainer(
     fencing_token: FencingToken | None = None,
     require_space: Callable[[int], None] | None = None,
     trained_batch_size: int | None = None,
+    *,
+    has_run_out: bool = False,
 ) -> BuiltTrainer:
     """Build the trainer of a job.
 
@@ -235,6 +238,7 @@ def build_trainer(
         fencing_token: None: no other attempt writes into the job's checkpoint directory.
         require_space: as in RecipeTrainer; None: `need_space` in the job's checkpoint directory.
         trained_batch_size: rows of a micro batch of the attempt that this one continues; None: there was none.
+        has_run_out: whether an attempt of the job ran out of memory.
     """
     writer, batch_plan = writer or NullEventWriter(), batch_plan or BatchPlan.of_job(spec)
     recipe, arguments = trainer_of(spec)  # first: what is not installed cannot train
@@ -267,11 +271,14 @@ def build_trainer(
     )
     spec, batch_plan = merged.spec, merged.batch_plan
     spec, repeats = fix_order(
-        spec, batch_plan, data.train, device.type, partial(memory_of, spec, device), data.mixed.mixture
+        *(spec, batch_plan, data.train, device.type, partial(memory_of, spec, device), data.mixed.mixture),
+        gpu=device,
+        may_raise=not has_run_out,
     )
     memory = before_training(
         spec, batch_plan, data.train, device, writer, requested, data.mixed.mixture, merged.unmerged
     )
+    spec, repeats = keep_order(spec, repeats, memory)
     chooses_gradient_sync, spec = spec.train.gradient_sync == "auto", choose_gradient_sync(spec, memory)
     if batch_plan.needs_filler:
         data = data.with_filler()

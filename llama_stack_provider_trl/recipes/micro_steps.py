@@ -16,7 +16,7 @@ from .data.lengths import list_lengths, row_lengths
 from .data.mixture import Mixture
 from .data.sampling import BatchPlan, epoch_of_job
 from .distributed import ranks
-from .fast.attention import LARGEST_ACCUMULATORS
+from .fast.attention import LARGEST_ACCUMULATORS, LARGEST_HEAD, largest_head
 from .fast.batches import first_largest, largest_groups
 from .fast.larger_batches import larger_plans, why_separate
 from .memory.estimate import estimate, fixed_order_limits
@@ -27,6 +27,8 @@ from .memory.trace import Batch
 SHARE_FOR_MERGED = 0.7
 """Of a device's memory, for the estimate of merged micro batches. Nobody asked for them: an estimate that is too low
 may not end the job."""
+GIVEN_UP = "given_up"
+"""Of a memory check's `fixed_order`: what is free does not hold what attention would take for it."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,9 @@ def fix_order(
     device: str,
     measured: Callable[[], tuple[Capacity, int]],
     mixture: Mixture | None = None,
+    *,
+    gpu: torch.device | None = None,
+    may_raise: bool = True,
 ) -> tuple[JobSpec, str]:
     """Let attention's backward pass take what adding in a fixed order takes for the longest rows, where the memory
     estimate fits with it. A collective: rank 0's estimate decides, by the device's whole memory, so that a later
@@ -208,6 +213,8 @@ def fix_order(
     Args:
         spec: with the micro batches that it trains.
         measured: as of `merge_micro_steps`.
+        gpu: whose kernels are asked what they take; None: there is none here, and any may train it.
+        may_raise: whether it may take more than `LARGEST_ACCUMULATORS`: not after a lack of memory.
 
     Returns:
         The job, and for its record whether the same job has the same bits again.
@@ -218,13 +225,16 @@ def fix_order(
         why = "padding_free is not used" if not spec.compute.padding_free else f"{spec.compute.dtype} on {device}"
         return spec, f"up to rounding: {why}, and attention adds in an order of its own"
     batch = with_groups(plan_steps(spec, row_lengths(dataset), batch_plan, mixture).batch, spec, dataset, mixture)
-    limits = fixed_order_limits(spec, batch, device)
+    head = ranks.broadcast_number(LARGEST_HEAD if gpu is None else largest_head(gpu))
+    limits = fixed_order_limits(spec, batch, device, head, _packed(batch, dataset) if spec.data.packed else None)
     if not limits:
-        return spec, "up to rounding: no kernel for its layers is known to add in a fixed order"
+        where = f"flash attention of its GPU takes heads up to {head}" if head else "its GPU has no flash attention"
+        why = f": {where}" if head < LARGEST_HEAD else ""
+        return spec, f"up to rounding: no kernel for its layers is known to add in a fixed order{why}"
     larger, allowed = [limit for limit in limits if limit > LARGEST_ACCUMULATORS], 0
     if not larger:
         return spec, "bit for bit"
-    if ranks.rank() == 0 and spec.preflight != "off":
+    if ranks.rank() == 0 and spec.preflight != "off" and may_raise:
         allowed = _allowed(spec, batch, device, larger, measured)
     allowed = ranks.broadcast_number(allowed)
     if allowed:
@@ -232,7 +242,28 @@ def fix_order(
     if max(allowed, LARGEST_ACCUMULATORS) >= limits[-1]:
         return spec, "bit for bit"
     why = "and the memory of the job is not estimated" if spec.preflight == "off" else "which its device does not have"
-    return spec, f"up to rounding: attention would take {gib(limits[-1])} to add in a fixed order, {why}"
+    return spec, _without_order(limits[-1], why if may_raise else "and an attempt before ran out of memory")
+
+
+def keep_order(spec: JobSpec, repeats: str, memory: dict[str, Any] | None) -> tuple[JobSpec, str]:
+    """What `fix_order` returned, or the job without what was allowed there, where rank 0's memory check gave that up.
+    A collective."""
+    allowed = spec.compute.accumulator_bytes
+    if allowed is None or not ranks.broadcast_number(memory is not None and memory.get("fixed_order") == GIVEN_UP):
+        return spec, repeats
+    why = "and other processes hold memory of its device"
+    return spec.changed(accumulator_bytes=None), _without_order(allowed, why)
+
+
+def _without_order(needed: int, why: str) -> str:
+    return f"up to rounding: attention would take {gib(needed)} to add in a fixed order, {why}"
+
+
+def _packed(batch: Batch, dataset: Dataset) -> tuple[int, int]:
+    """Tokens of the longest packed row, and the most rows of a batch."""
+    chunks = dataset.data.column("seq_lengths").chunks
+    longest = max(int(chunk.flatten().to_numpy().max(initial=0)) for chunk in chunks)
+    return longest - 1, batch.sequences * int(list_lengths(dataset, "seq_lengths").max())
 
 
 def _allowed(

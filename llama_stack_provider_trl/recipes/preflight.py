@@ -38,7 +38,7 @@ from .memory.messages import gib, misfit
 from .memory.nearest import Capacity, batch_fields, nearest
 from .memory.trace import Batch
 from .memory.trace_cache import trace
-from .micro_steps import MicroBatches, StepPlan, fix_order, merge_micro_steps, plan_steps, with_groups
+from .micro_steps import GIVEN_UP, MicroBatches, StepPlan, fix_order, merge_micro_steps, plan_steps, with_groups
 from .model.checked import check_models
 from .model.fsdp import accumulates_shards, frees_blocks, keeps_whole_gradients, ranks_per_machine
 from .model.loading import load_job_tokenizer, load_teacher_tokenizer, vocabulary_size
@@ -126,8 +126,9 @@ def before_training(
     """Check the memory of a job before it loads its model; returns the result for its record.
 
     Nobody asked for merged micro steps: where they do not fit in what is free, the job is refused only if it does not
-    fit without them. They stay merged: what is free at the moment decides no number. Raises JobFailure: does_not_fit,
-    unless the job's option `preflight` is warn or off.
+    fit without them. They stay merged: what is free at the moment decides no number. Nor did anyone ask for what
+    attention takes to add in a fixed order, which is given up (`micro_steps.keep_order`) where it does not fit: the job
+    repeats up to rounding then. Raises JobFailure: does_not_fit, unless the job's option `preflight` is warn or off.
 
     Args:
         spec: as this attempt's ranks train it.
@@ -145,7 +146,11 @@ def before_training(
 
     try:
         capacity, _ = memory_of(spec, device)
-        verdict, alone = checked(spec, batch_plan, capacity), None
+        verdict, alone, given_up = checked(spec, batch_plan, capacity), None, ""
+        if not verdict["fits"] and spec.compute.accumulator_bytes is not None:
+            given_up = _order_given_up(spec.compute.accumulator_bytes, capacity)
+            spec = spec.changed(accumulator_bytes=None)
+            verdict = checked(spec, batch_plan, capacity) | {"fixed_order": GIVEN_UP}
         if not verdict["fits"] and unmerged is not None:
             alone = checked(unmerged.spec, unmerged.batch_plan, capacity)
     except JobFailure:
@@ -153,6 +158,8 @@ def before_training(
     except Exception as error:  # an architecture that cannot be traced may still be trained
         _warn_not_estimated(error, writer)
         return None
+    if given_up and writer and (verdict["fits"] or spec.preflight != "refuse" or (alone and alone["fits"])):
+        writer.write(Warned(message=given_up))
     if not verdict["fits"]:
         if alone is not None:
             message = _held_by_others(verdict) if alone["fits"] else alone["message"]
@@ -252,7 +259,8 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
     )
     spec, batch_plan = merged.spec, merged.batch_plan
     spec, repeats = fix_order(
-        spec, batch_plan, prepared.dataset, request.device, lambda: (capacity, capacity.device), prepared.mixture
+        *(spec, batch_plan, prepared.dataset, request.device, lambda: (capacity, capacity.device), prepared.mixture),
+        gpu=torch.device("cuda", 0) if _device_memory(request.device) else None,
     )
     planned = plan_steps(spec, row_lengths(prepared.dataset), batch_plan, prepared.mixture)
     warmup = problem_of_warmup(spec.train.optimizer, planned.total_steps)
@@ -331,6 +339,14 @@ def _held_by_others(verdict: dict[str, Any]) -> str:
         f"{gib(verdict['limit_bytes'])} free at the moment: other processes hold memory of it. The steps stay merged, "
         "since others would round differently. If the memory ends, oom_retry separates them. End the other processes, "
         "or set merge_micro_batches to never."
+    )
+
+
+def _order_given_up(needed: int, capacity: Capacity) -> str:
+    return (
+        f"attention would take {gib(needed)} to add in a fixed order, and with it the job does not fit in the "
+        f"{gib(capacity.device)} that other processes leave of its device: it adds in no fixed order, and repeats up "
+        "to rounding. End the other processes for a job that repeats bit for bit."
     )
 
 

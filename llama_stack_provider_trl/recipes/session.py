@@ -124,7 +124,10 @@ def _prepare(
     with heartbeat(writer):
         spec = with_merged_base(spec, require_space)
         trained = _trained_batch_size(attempt, batch_plan)
-        built = build_trainer(spec, device, writer, batch_plan, FencingToken.of(attempt), require_space, trained)
+        built = build_trainer(
+            *(spec, device, writer, batch_plan, FencingToken.of(attempt), require_space, trained),
+            has_run_out=attempt.has_run_out,
+        )
         trainer = built.trainer
         resume_from = _checkpoint_to_resume(attempt, writer, trainer.saver.disks)
         start_step = trainer.restore(resume_from) if resume_from else 0

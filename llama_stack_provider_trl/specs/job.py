@@ -652,6 +652,8 @@ class AttemptSpec(Frozen):
     """Processes that train together in this attempt; may differ from the job's `ranks`."""
     rows_per_step: int | None = Field(None, gt=0)
     """The global batch, the same in every attempt; None: that of `job`."""
+    has_run_out: bool = False
+    """Whether an attempt before ran out of memory."""
     resume_from: Path | None = None
     """A checkpoint directory of this job to resume from; None: from the start."""
     fall_back_to: tuple[Path, ...] = ()
@@ -725,6 +727,7 @@ def derive(
         world_size=spec.ranks_per_node * (nodes or spec.nodes),
         # Of the job and not of `placed`: every attempt takes the same rows per step.
         rows_per_step=spec.rows_per_step,
+        has_run_out=in_smaller_parts,
         resume_from=resume_from,
         fall_back_to=fall_back_to,
     )

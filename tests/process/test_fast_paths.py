@@ -518,7 +518,7 @@ def test_the_loss_curve_is_that_of_padded_batches(job: str, tmp_path: Path, monk
 def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows have a call each, as on a GPU without a kernel for all of them."""
     monkeypatch.setattr(attention, "_is_on_gpu", lambda tensor: True)
-    monkeypatch.setattr(attention, "_largest_head", lambda device: 0)
+    monkeypatch.setattr(attention, "largest_head", lambda device: 0)
     monkeypatch.setattr(attention, "_multiprocessors", lambda device: 132)
 
 

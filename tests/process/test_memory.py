@@ -16,9 +16,11 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from llama_stack_provider_trl.recipes import preflight
+from llama_stack_provider_trl.errors import JobFailure
+from llama_stack_provider_trl.recipes import micro_steps, preflight
 from llama_stack_provider_trl.recipes.build import load_policy
 from llama_stack_provider_trl.recipes.data.lengths import row_lengths
+from llama_stack_provider_trl.recipes.data.packing import pack
 from llama_stack_provider_trl.recipes.data.sampling import BatchPlan
 from llama_stack_provider_trl.recipes.fast import attention
 from llama_stack_provider_trl.recipes.fast.model import use_rows
@@ -29,13 +31,19 @@ from llama_stack_provider_trl.recipes.memory.estimate import MemoryEstimate, _Pl
 from llama_stack_provider_trl.recipes.memory.nearest import Capacity, nearest
 from llama_stack_provider_trl.recipes.memory.trace import Batch, trace_model
 from llama_stack_provider_trl.recipes.memory.trace_cache import trace
-from llama_stack_provider_trl.recipes.micro_steps import fix_order, plan_steps, with_groups
+from llama_stack_provider_trl.recipes.micro_steps import fix_order, keep_order, plan_steps, with_groups
 from llama_stack_provider_trl.recipes.model.loading import adapter_config, quantize
-from llama_stack_provider_trl.recipes.preflight import check, choose_answer_weights, choose_gradient_sync
+from llama_stack_provider_trl.recipes.preflight import (
+    before_training,
+    check,
+    choose_answer_weights,
+    choose_gradient_sync,
+)
 from llama_stack_provider_trl.requests.bodies import SupervisedFineTuneRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
+from llama_stack_provider_trl.specs.events import EventWriter, Warned, iter_events
 from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, OptimizerSpec, QatSpec, ReferenceSpec, ShardingSpec
 from llama_stack_provider_trl.specs.methods import GrpoSpec, VllmSpec
 from llama_stack_provider_trl.specs.model_source import ModelSource
@@ -44,7 +52,7 @@ from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.process.peaks import most, sharded_peak
 from tests.required import in_full
 from tests.tiny import CACHE, REPOSITORY, _cached, tiny_model
-from tests.training import LORA, SAMPLES, dataset, job_spec
+from tests.training import LORA, SAMPLES, dataset, job_spec, of_kind
 
 pytestmark = pytest.mark.process
 
@@ -226,17 +234,27 @@ def test_flash_attention_counts_what_it_adds_up_in_a_fixed_order(
     assert found == [40 * sums, 40 * sums, 0, 0, 0]
 
 
-def test_long_rows_add_in_a_fixed_order_where_the_device_has_the_memory_for_it(tmp_path: Path) -> None:
+def test_long_rows_add_in_a_fixed_order_where_the_device_has_the_memory_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = shaped(2, hidden_size=4096, num_attention_heads=32)
     spec = job_spec(tmp_path, model, batch_size=2, max_seq_length=8192, dtype="bf16")
+    heads = {"largest": 128}
+    monkeypatch.setattr(micro_steps, "largest_head", lambda gpu: heads["largest"])
     rows = [
         Dataset.from_list([{"input_ids": [1] * n, "labels": [1] * n} for n in sizes])
         for sizes in ((7001, 6001), (9, 8))
     ]
     plan = BatchPlan.of_job(spec)
 
-    def fixed(total: int, dataset: Dataset = rows[0], device: str = "cuda", **changes: Any) -> tuple[int | None, str]:
-        job, repeats = fix_order(spec.changed(**changes), plan, dataset, device, lambda: (Capacity(1), total))
+    def fixed(
+        total: int, dataset: Dataset = rows[0], device: str = "cuda", *, may_raise: bool = True, **changes: Any
+    ) -> tuple[int | None, str]:
+        job, repeats = fix_order(
+            *(spec.changed(**changes), plan, dataset, device, lambda: (Capacity(1), total)),
+            gpu=torch.device(device),
+            may_raise=may_raise,
+        )
         return job.compute.accumulator_bytes, repeats
 
     together, alone = 3 * 4 * (13000 + 256) * 4096, 5 * 4 * (7000 + 128) * 4096  # of 160 multiprocessors, 32 heads
@@ -250,12 +268,72 @@ def test_long_rows_add_in_a_fixed_order_where_the_device_has_the_memory_for_it(t
     too_much = "up to rounding: attention would take 0.54 GiB to add in a fixed order, "
     assert fixed(needed[alone] - 2) == (None, too_much + "which its device does not have")
     assert fixed(1 << 60, preflight="off") == (None, too_much + "and the memory of the job is not estimated")
+    assert fixed(1 << 60, may_raise=False) == (None, too_much + "and an attempt before ran out of memory")
+    compiled = fixed(needed[together] - 2, compile_blocks="always")  # whose one call computes all rows
+    assert compiled == (None, too_much.replace("0.54", "0.61") + "which its device does not have")
     assert fixed(1, rows[1]) == fixed(1, device="cpu") == (None, "bit for bit")
     for changes in ({"dtype": "fp32"}, {"padding_free": False}):
         assert fixed(1 << 60, **changes)[1].startswith("up to rounding: ")
+    no_kernel = "up to rounding: no kernel for its layers is known to add in a fixed order: "
+    for largest, why in ((0, "has no flash attention"), (64, "takes heads up to 64")):
+        heads["largest"] = largest
+        job, repeats = fixed(1 << 60)
+        assert (job, repeats.startswith(no_kernel), repeats.endswith(why)) == (None, True, True)
     for limit in (together, None):
         load_policy(job_spec(tmp_path, tiny_model()).changed(accumulator_bytes=limit), torch.device("cpu"))
         assert attention._limit == [limit or attention.LARGEST_ACCUMULATORS]
+
+
+def test_what_a_fixed_order_takes_is_given_up_where_other_processes_hold_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shaped(2, hidden_size=4096, num_attention_heads=32)
+    spec = job_spec(tmp_path, model, batch_size=1, max_seq_length=8192, dtype="bf16")
+    rows = Dataset.from_list([{"input_ids": [1] * 7001, "labels": [1] * 7001}])
+    plan, writer = BatchPlan.of_job(spec), EventWriter(tmp_path / "events")
+    raised, repeats = fix_order(spec, plan, rows, "cuda", lambda: (Capacity(1), 1 << 60))
+
+    def checked(job: JobSpec, free: int) -> dict[str, Any]:
+        monkeypatch.setattr(preflight, "memory_of", lambda *_: (Capacity(free), 1 << 60))
+        found = before_training(job, plan, rows, torch.device("cuda"), writer)
+        assert found is not None
+        return found
+
+    needed = [int(checked(job, 1 << 60)["estimate_bytes"] * nearest_jobs.MARGIN) + 1 for job in (spec, raised)]
+    assert needed[0] < needed[1]
+    assert keep_order(raised, repeats, checked(raised, needed[1])) == (raised, "bit for bit")
+    assert list(iter_events(tmp_path / "events")) == []
+    why = "up to rounding: attention would take 0.54 GiB to add in a fixed order, and other processes hold memory of "
+    assert keep_order(raised, repeats, checked(raised, needed[1] - 2)) == (spec, why + "its device")
+    (warned,) = of_kind(list(iter_events(tmp_path / "events")), Warned)
+    assert "attention would take 0.54 GiB" in warned.message
+    refused = []
+    for job in (spec, raised):
+        with pytest.raises(JobFailure, match="does not fit") as found:
+            checked(job, needed[0] - 2)
+        refused.append(str(found.value))
+    assert refused[0] == refused[1]
+
+
+def test_batches_of_packed_rows_have_other_rows_than_the_one_with_the_most_tokens(tmp_path: Path) -> None:
+    def call(tokens: int, rows: int) -> int:  # of 160 multiprocessors and 32 heads
+        return max(1, -(-5 // rows)) * 4 * (tokens + 128 * rows) * 32 * 128
+
+    assert attention.fixed_order_bytes([90, 90, 90], 32, 128) == (call(180, 2), call(90, 1))
+    packed = attention.fixed_order_bytes([90, 90, 90], 32, 128, (200, 100))
+    assert packed == (call(273, 100), call(200, 1))
+    model = shaped(2, hidden_size=4096, num_attention_heads=32)
+    spec = job_spec(tmp_path, model, batch_size=1, max_seq_length=8192, dtype="bf16", packed=True)
+    rows = pack(Dataset.from_list([{"input_ids": [1] * n, "labels": [1] * n} for n in (4096, 4096, 7000)]), 8192)
+    limits = [
+        fix_order(spec, BatchPlan.of_job(spec), rows, "cuda", lambda total=total: (Capacity(1), total))
+        for total in (1 << 60, 1)
+    ]
+    together = 5 * 4 * (8192 + 128) * 32 * 128  # as if those of the sequence with the most tokens were one row
+    assert [job.compute.accumulator_bytes for job, _ in limits] == [together, None]
+    assert limits[1][1].startswith("up to rounding: attention would take 0.54 GiB")  # of the row of 7000
+    batch = with_groups(Batch(1, 8192), spec, rows, None)
+    assert estimates.flash_bytes(limits[0][0], batch, "cuda") == together
 
 
 def test_step_checkpoints_are_copied_to_cpu_memory_which_is_the_device_on_a_cpu(tmp_path: Path) -> None:

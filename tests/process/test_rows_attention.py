@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from llama_stack_provider_trl.recipes.fast import attention, cpu_attention
 from llama_stack_provider_trl.recipes.fast.layout import Group, Layout, Places
@@ -18,6 +19,7 @@ GROUPS = {
     "rows": [(0, (3,)), (0, (5,)), (0, (1,))],
     "pairs": [(4, (3, 2)), (1, (1, 6))],
     "both": [(0, (3,)), (2, (4, 1)), (0, (2,))],
+    "answers": [(3, (2, 1, 4)), (0, (2,))],
 }
 
 
@@ -146,6 +148,41 @@ def test_the_gradients_of_one_kernel_are_those_that_autograd_has(
     assert torch.get_deterministic_debug_mode() == 0
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other[0].transpose(0, 1))
+
+
+class _IndexAdds(TorchDispatchMode):
+    """Records the mode in which the gradients of keys that are read several times are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "index_add" in str(func):
+            self.modes.append(torch.get_deterministic_debug_mode())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("answers", "mode"), [((2, 1), 0), ((2, 1, 4), 2)])
+def test_the_gradients_of_a_prompt_of_more_than_two_answers_are_added_in_a_fixed_order(
+    answers: tuple[int, ...], mode: int, default_mode: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, tokens = Layout([(3, answers)]), 3 + sum(answers)
+    given = [torch.randn(1, heads, tokens, 8, requires_grad=True) for heads in (4, 2, 2)]
+    rows_of_calls(monkeypatch)
+    monkeypatch.setattr(attention, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(
+        attention, "_flash_attention_backward", lambda gradient, *tensors, **_: [one.clone() for one in tensors[:3]]
+    )
+    attended, sums = attention.attend_in_one_kernel(*given, layout, None, None)
+    with _IndexAdds() as added:
+        attended.sum().backward()
+    assert added.modes == [mode, mode]
+    tensors = [one.detach() for one in (*given, attended)]
+    with _IndexAdds() as added:
+        attention.differentiate_one_kernel(tensors[-1], *tensors, sums, layout, None, None)
+    assert added.modes == [2, 2]
+    assert torch.get_deterministic_debug_mode() == 0
 
 
 def test_rows_have_a_call_each_where_one_kernel_would_take_too_much_for_a_fixed_order(
@@ -355,7 +392,7 @@ def test_one_kernel_is_for_half_precision_and_heads_of_its_sizes_on_a_gpu(
     dtype: torch.dtype, head: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "_is_on_gpu", lambda tensor: tensor.device.type == "meta")
-    monkeypatch.setattr(attention, "_largest_head", lambda device: 256)
+    monkeypatch.setattr(attention, "largest_head", lambda device: 256)
     query = torch.empty(1, 2, 4, head, dtype=dtype, device=device)
     assert not attention.has_kernel_of_rows(query, query)
     fitting = torch.empty(1, 2, 4, 64, dtype=torch.bfloat16, device="meta")
@@ -367,13 +404,13 @@ def test_one_kernel_is_for_half_precision_and_heads_of_its_sizes_on_a_gpu(
     ("capability", "expected"),
     [((7, 5), 0), ((8, 0), 256), ((8, 6), 192), ((8, 9), 192), ((9, 0), 256), ((10, 0), 256), ((12, 0), 192)],
 )
-def test_the_largest_head_depends_on_the_gpu(
+def test_thelargest_head_depends_on_the_gpu(
     capability: tuple[int, int], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert attention._largest_head.__wrapped__(torch.device("cuda")) == expected
+    assert attention.largest_head.__wrapped__(torch.device("cuda")) == expected
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_requests_are_written_beside_the_event_loop(monkeypatch: pytest.MonkeyPa
         return {}
 
     def nothing(*_: Any, **__: Any) -> Any:
-        return SimpleNamespace(evaluations=[], resources_allocated={"effective_config": {}})
+        return SimpleNamespace(evaluations=[], resources_allocated={"state": "completed", "effective_config": {}})
 
     async def log(*_: Any) -> str:
         return ""

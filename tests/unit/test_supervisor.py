@@ -757,6 +757,17 @@ def test_merged_micro_batches_that_ran_out_of_memory_are_split(world: World, mer
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_job_that_ran_out_of_memory_adds_in_a_fixed_order_within_what_any_job_takes(world: World, size: int) -> None:
+    world.add("a", oom_retry=True, retries=0, batch_size=size, gradient_accumulation_steps=1)
+    run_out_of_memory(world, 1, PREPARED.model_copy(update={"effective": {"accumulator_bytes": 1 << 30}}))
+    assert world.state() is JobState.launching
+    change = "batch_size 2" if size == 4 else "no more than 512 MiB for attention's additions in a fixed order"
+    assert f"the next ones train with {change}" in world.job().warnings[0]
+    specs = [RunDir(world.root / "jobs" / "a" / "attempts" / str(number)).spec for number in (1, 2)]
+    assert [AttemptSpec.model_validate_json(path.read_text()).has_run_out for path in specs] == [False, True]
+
+
 def test_a_failure_that_a_retry_cannot_fix_is_not_retried(world: World) -> None:
     world.add("a", retries=2)
     world.tick()

@@ -57,17 +57,22 @@ class Retries:
         return moved
 
     def _with_smaller_batch(self, job: JobRecord, decided: Verdict) -> bool:
-        """Queue a job that ran out of memory again, with a smaller batch; it resumes from its last checkpoint."""
+        """Queue a job that ran out of memory again, in less memory; it resumes from its last checkpoint."""
         if not may_shrink(job, self._store.attempts(job.job_uuid), decided.reason):
             return False
         smaller = job.spec.in_smaller_parts()
-        assert smaller is not None
         assert decided.reason is not None
-        was, now = (
-            " and ".join(f"{name} {spec.value(name)}" for name in shrunk_settings(job.spec, smaller))
-            for spec in (job.spec, smaller)
-        )
-        change = f"attempt {job.attempt} ran out of memory: the next ones train with {now} instead of {was}"
+        change = f"attempt {job.attempt} ran out of memory: the next ones train with"
+        if smaller is None:
+            change = (
+                f"{change} no more than 512 MiB for attention's additions in a fixed order, and repeat up to rounding"
+            )
+        else:
+            was, now = (
+                " and ".join(f"{name} {spec.value(name)}" for name in shrunk_settings(job.spec, smaller))
+                for spec in (job.spec, smaller)
+            )
+            change = f"{change} {now} instead of {was}"
         self._store.warn(job.job_uuid, f"{change}, which gives the same steps; oom_retry false forbids it")
         log.warning("job %s: %s", job.job_uuid, change)
         return self._store.retry(job, decided.reason, decided.message, 0.0, counts=False)

@@ -68,16 +68,19 @@ def verdict(
 
 
 def may_shrink(job: JobRecord, attempts: Sequence[AttemptRecord], reason: Reason | None) -> bool:
-    """Whether a job whose attempt has just failed is tried again with a smaller batch.
+    """Whether a job whose attempt has just failed is tried again in less memory: with a smaller batch, and with no more
+    than any job takes for additions in a fixed order.
 
     Not before its first step: then the batch is not what needs too much memory.
     """
     if reason is not Reason.out_of_memory or not job.spec.lifecycle.oom_retry or job.state is not JobState.in_progress:
         return False
-    smaller = job.spec.in_smaller_parts()
-    if job.effective is None or smaller is None or has_shrunk(attempts):
+    if job.effective is None or has_shrunk(attempts):
         return False
-    has_merged = "merged_micro_steps" in (job.effective.get("effective") or {})
+    effective, smaller = job.effective.get("effective") or {}, job.spec.in_smaller_parts()
+    if smaller is None or "accumulator_bytes" in effective:
+        return "accumulator_bytes" in effective
+    has_merged = "merged_micro_steps" in effective
     return has_merged or shrunk_settings(job.spec, smaller) != ("merge_micro_batches",)
 
 

@@ -103,11 +103,11 @@ def has_kernel_of_rows(query: torch.Tensor, value: torch.Tensor) -> bool:
         return False
     if query.shape[-1] != value.shape[-1]:  # multi-head latent attention, as in DeepSeek-V3
         return False
-    return query.shape[-1] <= _largest_head(query.device) and query.shape[-1] % 8 == 0
+    return query.shape[-1] <= largest_head(query.device) and query.shape[-1] % 8 == 0
 
 
 @cache
-def _largest_head(device: torch.device) -> int:
+def largest_head(device: torch.device) -> int:
     """Of flash attention of rows of different lengths, which torch has for NVIDIA GPUs from Ampere on; 0: none."""
     if torch.version.hip or not torch.backends.cuda.is_flash_attention_available():
         return 0
@@ -169,9 +169,9 @@ def differentiate_one_kernel(
         of_query, *of_others = _flash_attention_backward(
             gradient.contiguous(), *tensors, attended, log_sums, *places[:4], 0.0, **unread, **options
         )
-    if places.keys is not None:
-        whole = [key.new_zeros(key.shape[2], *one.shape[1:]) for one in of_others]
-        of_others = [sums.index_add_(0, places.keys, one) for sums, one in zip(whole, of_others, strict=True)]
+        if places.keys is not None:
+            whole = [key.new_zeros(key.shape[2], *one.shape[1:]) for one in of_others]
+            of_others = [sums.index_add_(0, places.keys, one) for sums, one in zip(whole, of_others, strict=True)]
     return [one.contiguous() for one in (of_query, *of_others)]
 
 
@@ -187,6 +187,9 @@ def _for_one_kernel(
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if places.keys is not None:
         keys, values = keys.index_select(0, places.keys), values.index_select(0, places.keys)
+        if places.adds_many:
+            for copied in (keys, values):
+                _repeat(copied)
     left = -1 if window is None else window - 1
     options = {"is_causal": window is None, "scale": scaling, "window_size_left": left, "window_size_right": 0}
     return [queries, keys, values], options
@@ -258,17 +261,24 @@ def accumulator_bytes(sizes: Sequence[int], heads: int, head_size: int, limit: i
     return max(_most_of_call(_sums(*call, heads, head_size), heads, call[1], limit) for call in calls)
 
 
-def fixed_order_bytes(sizes: Sequence[int], heads: int, head_size: int) -> tuple[int, int]:
+def fixed_order_bytes(
+    sizes: Sequence[int], heads: int, head_size: int, packed: tuple[int, int] | None = None
+) -> tuple[int, int]:
     """Bytes with which the backward pass of flash attention adds in a fixed order on any GPU: where one call computes
     all rows of a batch, and where each row has a call. Of any batch of some of these rows.
 
     Args:
         sizes: `Layout.sizes` of the largest batch.
+        packed: where rows are packed, so that batches of as many tokens have other rows: the tokens of the longest row
+            of any batch, and the most rows of one.
     """
 
     def needed(tokens: int, rows: int) -> int:
         return _sums(tokens, rows, heads, head_size) * _copies(_MOST_MULTIPROCESSORS, heads, rows)
 
+    if packed is not None:
+        tokens = sum(sizes) + len(sizes)  # of each row one is not computed, and others may have fewer rows
+        return max(needed(tokens, rows) for rows in range(1, packed[1] + 1)), needed(packed[0], 1)
     longest = sorted(sizes, reverse=True)
     together = max(needed(tokens, rows) for rows, tokens in enumerate(accumulate(longest), start=1))
     return together, needed(longest[0], 1)
@@ -302,15 +312,23 @@ def repeatable(attended: torch.Tensor, rows: int = 1) -> torch.Tensor:
     """
     node = attended.grad_fn
     if node is not None and _REPEATABLE in type(node).__name__ and _fits(attended, rows):
-        opened: list[ExitStack] = []
-
-        def switch_on(*_: Any) -> None:
-            opened.append(ExitStack())
-            opened[-1].enter_context(_fixed_order())
-
-        node.register_prehook(switch_on)
-        node.register_hook(lambda *_: opened.pop().close())
+        _repeat(attended)
     return attended
+
+
+def _repeat(computed: torch.Tensor) -> None:
+    """Have the node of the backward pass that computed a tensor add in a fixed order, if there is one."""
+    node = computed.grad_fn
+    if node is None:
+        return
+    opened: list[ExitStack] = []
+
+    def switch_on(*_: Any) -> None:
+        opened.append(ExitStack())
+        opened[-1].enter_context(_fixed_order())
+
+    node.register_prehook(switch_on)
+    node.register_hook(lambda *_: opened.pop().close())
 
 
 @contextmanager

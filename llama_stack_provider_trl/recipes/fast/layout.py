@@ -29,6 +29,8 @@ class Places(NamedTuple):
     longest_key: int
     keys: torch.Tensor | None
     """Each row's keys by their places in the sequence, shape (keys,). None: they are the sequence."""
+    adds_many: bool
+    """Whether more than two rows share a prefix: the sum of two gradients has no order."""
 
 
 class Layout:
@@ -94,7 +96,8 @@ class Layout:
                 moved(torch.tensor(list(accumulate(sizes, initial=0)), dtype=torch.int32), device)
                 for sizes in (queries, keys)
             )
-            self._places[device] = Places(query_bounds, key_bounds, max(queries), max(keys), taken)
+            adds_many = any(prefix and len(parts) > 2 for prefix, parts in self.groups)
+            self._places[device] = Places(query_bounds, key_bounds, max(queries), max(keys), taken, adds_many)
         return self._places[device]
 
     def __reduce__(self) -> tuple[type[Layout], tuple[tuple[Group, ...]]]:

@@ -15,7 +15,8 @@ from ...specs.memory import MemoryEstimate
 from ...specs.model_source import ModelSource
 from ...specs.optimizer_state import moment_bytes
 from ...specs.rewards import RewardModel
-from ..fast.attention import LARGEST_HEAD, accumulator_bytes, fixed_order_bytes
+from ..fast.attention import accumulator_bytes, fixed_order_bytes
+from ..fast.compiled import why_eager
 from ..fast.layout import Layout
 from ..model.configs import invalid_model
 from ..model.fsdp import keeps_whole_gradients, num_shards, ranks_per_machine
@@ -374,23 +375,38 @@ def flash_bytes(spec: JobSpec, batch: Batch, kind: str) -> int:
     if kind != "cuda" or spec.compute.dtype == "fp32" or not spec.compute.padding_free:
         return 0
     call = _flash_call(spec, batch)
-    return accumulator_bytes(*call, spec.compute.accumulator_bytes) if call else 0
+    if call is None:
+        return 0
+    # The limit is what the worst batch of packed rows takes, which is not the one with the most tokens.
+    packed = spec.compute.accumulator_bytes or 0 if spec.data.packed else 0
+    return max(packed, accumulator_bytes(*call, spec.compute.accumulator_bytes))
 
 
-def fixed_order_limits(spec: JobSpec, batch: Batch, kind: str) -> list[int]:
+def fixed_order_limits(
+    spec: JobSpec, batch: Batch, kind: str, largest_head: int, packed: tuple[int, int] | None = None
+) -> list[int]:
     """Bytes, the most first, with which each attention of a job adds in a fixed order: where one call computes the rows
     of a batch, and where each row has one. Empty: its attention is not by such calls.
+
+    Args:
+        largest_head: of flash attention on its GPU.
+        packed: as of `fixed_order_bytes`.
 
     Raises:
         JobFailure: invalid_model.
     """
     call = _flash_call(spec, batch) if flash_bytes(spec, batch, kind) else None
     config: Any = load_config(spec.source).get_text_config()
-    if call is None or call[2] > LARGEST_HEAD or getattr(config, "v_head_dim", None):
+    if call is None or call[2] > largest_head or getattr(config, "v_head_dim", None):
         return []
-    together, alone = fixed_order_bytes(*call)
-    # A call for each row would need masks for a window: one call computes them, whatever it takes.
-    return [together] if getattr(config, "sliding_window", None) or alone == together else [together, alone]
+    has_window = getattr(config, "sliding_window", None)
+    if has_window and call[2] % 8:  # no kernel of rows takes them, and a call for each has masks
+        return []
+    together, alone = fixed_order_bytes(*call, packed)
+    # One call computes rows with a window, whatever it takes: a call for each would need masks. So it does in compiled
+    # blocks.
+    is_one_call = has_window or not why_eager(spec, kind)
+    return [together] if is_one_call or alone >= together else [together, alone]
 
 
 def _flash_call(spec: JobSpec, batch: Batch) -> tuple[list[int], int, int] | None:
