@@ -485,7 +485,9 @@ def _jobs(group: argparse.ArgumentParser) -> None:
         help="as the page of jobs sorts them; jobs without a value come last",
     )
     listing.add_argument("--reverse", action="store_true", help="the largest, or the newest, first")
-    show = _job(commands.add_parser("show", help="state, progress, last metrics, checkpoints, what to do next"))
+    show = _job(
+        commands.add_parser("show", help="state, progress, metrics of the last step, checkpoints, what to do next")
+    )
     show.add_argument("--config", action="store_true", help="with the effective configuration, which is most of it")
     watch = at_service(
         commands.add_parser("watch", help="follow jobs to their end; exit status 0 completed, 1 failed, 2 cancelled")

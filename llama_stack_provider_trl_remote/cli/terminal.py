@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 import sys
@@ -131,7 +132,7 @@ def status_lines(
         ("started", moment(status.get("started_at"))),
         ("ended", moment(status.get("completed_at"))),
         *(("checkpoint", _checkpoint_of(one)) for one in status["checkpoints"]),
-        *(("config", f"{name} = {value}") for name, value in (_flat(effective) if config else ())),
+        *(("config", f"{name} = {json.dumps(value)}") for name, value in (_flat(effective) if config else ())),
         *(("next", f"trl-remote {command}") for command in _next_commands(status, effective)),
     ]
     return _beside_names([fact for fact in facts if fact[1]], columns or _columns())
@@ -153,7 +154,10 @@ def _method_of(config: Mapping[str, Any]) -> str:
     work, adapter = config.get("work") or {}, config.get("lora") or {}
     if work:
         return str(work["kind"])
-    kind = f", {adapter['method']} of rank {adapter['rank']}" if adapter else ", all weights" if config else ""
+    kind = ", all weights" if config else ""
+    if adapter:
+        has_rank = adapter["method"] != "ia3"
+        kind = f", {adapter['method']}{f' of rank {adapter["rank"]}' if has_rank else ''}"
     return f"{config.get('algorithm', '')}{kind}{', a search' if config.get('search') else ''}"
 
 

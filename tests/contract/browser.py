@@ -122,6 +122,7 @@ class Window:
         self.foreign: list[str] = []
         self.errors: list[str] = []
         self.alerts: list[str] = []
+        self.questions: list[str] = []
         self.refused: list[str] = []
         """What could not be loaded, which a test may mean to happen."""
         # Not by a route, which would keep the browser from caching: each page would load and compile plotly again.
@@ -159,8 +160,7 @@ class Window:
 
     def _answer(self, dialog: Any) -> None:
         """The questions of the dashboard are answered with yes. Any other dialog is of a script in a page."""
-        if dialog.type != "confirm":
-            self.alerts.append(dialog.message)
+        (self.questions if dialog.type == "confirm" else self.alerts).append(dialog.message)
         dialog.accept()
 
     def _note(self, message: Any) -> None:

@@ -245,6 +245,7 @@ def test_a_file_is_uploaded_and_its_rows_are_read_searched_trained_and_deleted(
     window.page.click("text=Delete")
     window.page.wait_for_selector("h1:has-text('Datasets')")
     assert service.get("/datasets/colours").status_code == 404
+    assert [question.partition("?")[0] for question in window.questions] == ["Delete this dataset"]
 
 
 def test_rows_are_shown_as_they_are_trained(window: Window) -> None:

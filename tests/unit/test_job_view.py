@@ -112,8 +112,8 @@ def test_a_job_can_be_talked_to_and_exported_where_its_checkpoints_write_text(co
 @pytest.mark.parametrize(
     ("detail", "jobs"),
     [
-        ("waiting for device 0: 0 (held by job a b), 1 (held by job c and d)", ["a b", "c and d"]),
-        ("waiting for a node; x: needs 2 of 4 cores, free: 1 (held by job a, b and 3 more)", ["a", "b"]),
+        ("waiting for device 0: 0 (held by a b), 1 (held by c and d)", ["a b", "c and d"]),
+        ("waiting for a node; x: needs 2 of 4 cores, free: 1 (held by a, b and 3 more)", ["a", "b"]),
         ("waiting for a node: older jobs come first", []),
         ("", []),
     ],

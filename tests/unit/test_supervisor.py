@@ -764,6 +764,7 @@ def test_a_job_that_ran_out_of_memory_adds_in_a_fixed_order_within_what_any_job_
     assert world.state() is JobState.launching
     change = "batch_size 2" if size == 4 else "no more than 512 MiB for attention's additions in a fixed order"
     assert f"the next ones train with {change}" in world.job().warnings[0]
+    assert "which repeat up to rounding; oom_retry false forbids it" in world.job().warnings[0]
     specs = [RunDir(world.root / "jobs" / "a" / "attempts" / str(number)).spec for number in (1, 2)]
     assert [AttemptSpec.model_validate_json(path.read_text()).has_run_out for path in specs] == [False, True]
 

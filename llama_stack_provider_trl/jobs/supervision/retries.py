@@ -62,18 +62,18 @@ class Retries:
             return False
         smaller = job.spec.in_smaller_parts()
         assert decided.reason is not None
-        change = f"attempt {job.attempt} ran out of memory: the next ones train with"
-        if smaller is None:
-            change = (
-                f"{change} no more than 512 MiB for attention's additions in a fixed order, and repeat up to rounding"
-            )
-        else:
+        changes = []
+        if smaller is not None:
             was, now = (
                 " and ".join(f"{name} {spec.value(name)}" for name in shrunk_settings(job.spec, smaller))
                 for spec in (job.spec, smaller)
             )
-            change = f"{change} {now} instead of {was}"
-        self._store.warn(job.job_uuid, f"{change}, which gives the same steps; oom_retry false forbids it")
+            changes.append(f"{now} instead of {was}, which gives the same steps")
+        if "accumulator_bytes" in ((job.effective or {}).get("effective") or {}):
+            limit = "no more than 512 MiB for attention's additions in a fixed order"
+            changes.append(f"{limit}, which repeat up to rounding")
+        change = f"attempt {job.attempt} ran out of memory: the next ones train with {', and '.join(changes)}"
+        self._store.warn(job.job_uuid, f"{change}; oom_retry false forbids it")
         log.warning("job %s: %s", job.job_uuid, change)
         return self._store.retry(job, decided.reason, decided.message, 0.0, counts=False)
 

@@ -33,7 +33,7 @@ _ENDS = {
     JobState.cancelled: "the job was cancelled",
     JobState.paused: "the job was paused",
 }
-_HELD = re.compile(r"(?<=held by job )[^()]+(?=\))")
+_HELD = re.compile(r"(?<=\(held by )[^()]+(?=\))")
 _BETWEEN = re.compile(r"(, | and \d+ more$)")
 """As the supervisor lists jobs."""
 _OTHER_NAMES = {"lr": "learning_rate"}

@@ -140,8 +140,8 @@ def short(value: float | None) -> str:
 
 
 def count(number: int) -> str:
-    """A number of steps, for a narrow column: in thousands from 10,000 on."""
-    return f"{number / 1000:.0f}k" if number >= 10_000 else str(number)
+    """A number of steps, for a narrow column: in thousands from 10,000 on, rounded down."""
+    return f"{number // 100 / 10}".removesuffix(".0") + "k" if number >= 10_000 else str(number)
 
 
 def spark(values: Sequence[float]) -> str:

@@ -238,7 +238,8 @@ def _refuse_unknown_model(fields: Mapping[str, str], store: Store, needs_files: 
         InvalidRequest.
     """
     model = fields.get("model", "").strip()
-    if not model or model.startswith("job:") or os.path.isdir(model):  # of any text, also one that no path can have
+    # Of paths nothing is said here: the resolver asks first whether they are below `model_roots`.
+    if not model or model.startswith(("job:", "/", ".", "~")) or ".." in model or os.path.isdir(model):
         return
     known = _known_models(store)
     meant = next((one for one in known if short_model(one) == model), "")

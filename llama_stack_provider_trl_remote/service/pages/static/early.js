@@ -2,7 +2,7 @@
 // shown. A click before them would delete a job without a question, or leave a form that is half filled in.
 
 document.addEventListener("submit", (event) => {
-  const { question } = event.target.dataset;
+  const question = event.target.getAttribute("data-question"); // a field named dataset hides the form's own
   if (question && !confirm(question)) event.preventDefault();
 });
 

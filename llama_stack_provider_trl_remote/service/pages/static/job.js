@@ -131,6 +131,9 @@ function onLive() {
 }
 
 const rendered = state();
+// When a waiting job starts is said relative to now, and no event tells that it has changed.
+const WAITING_MS = 30_000;
+setInterval(() => document.hidden || state() !== "scheduled" || parts.refresh(), WAITING_MS);
 
 async function begin() {
   try {

@@ -33,7 +33,9 @@ function onEvent(job, { event, eta_seconds: eta }, cursor) {
   const bar = found?.querySelector(".progress progress");
   if (!bar) return parts.refresh();
   bar.value = event.step;
-  found.querySelector(".progress .steps").textContent = `${count(event.step)} of ${count(bar.max)}`;
+  const steps = found.querySelector(".progress .steps");
+  steps.textContent = `${count(event.step)} of ${count(bar.max)}`;
+  steps.title = `${event.step} of ${bar.max} steps`;
   found.querySelector(".eta").textContent = Number.isFinite(eta) ? `${brief(eta)} left` : "";
   if (typeof event.metrics.loss === "number") found.querySelector(".loss .value").textContent = short(event.metrics.loss);
   else if (event.not_finite?.includes("loss")) found.querySelector(".loss .value").textContent = "";

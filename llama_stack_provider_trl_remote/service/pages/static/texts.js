@@ -33,9 +33,9 @@ export function short(value) {
   return number(value, 4);
 }
 
-// A number of steps, for a narrow column: in thousands from 10,000 on.
+// A number of steps, for a narrow column: in thousands from 10,000 on, rounded down (list_view.py).
 export function count(steps) {
-  return steps >= 10_000 ? `${(steps / 1000).toFixed(0)}k` : String(steps);
+  return steps >= 10_000 ? `${Math.floor(steps / 100) / 10}k` : String(steps);
 }
 
 // Seconds in at most two units, for a narrow column (list_view.py).
