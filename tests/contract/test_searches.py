@@ -94,8 +94,8 @@ def test_a_search_is_shown_cancelled_and_deleted_with_its_trials(tmp_path: Path)
         assert "is a search" in refusal(service.post(f"{JOBS}/tune/pause"), 409)
         assert service.delete(f"{JOBS}/tune").status_code == 409
         service.cancel("tune")
+        service.wait_state("tune", "cancelled")  # the trial does not go on before: it would end in a moment
         service.go("step-1")
-        service.wait_state("tune", "cancelled")
         assert {one["state"] for one in service.status("tune")["resources_allocated"]["search"]["trials"]} == {
             "cancelled"
         }

@@ -24,7 +24,7 @@ from ..security.access import USERS, USERS_CHAT_FORM, CurrentCaller, GuardedRout
 from .job_form import validated
 from .login import checked_form
 from .playground_view import dataset_of, job_named, models_of, names_of, training_link
-from .rendering import HEADERS, page
+from .rendering import UNCACHED, page
 from .route import PageRoute
 
 router = Routes(PageRoute, prefix="/playground", include_in_schema=False)
@@ -83,7 +83,7 @@ async def answer(request: Request, chats: ChatsDep, caller: CurrentCaller) -> Re
 async def vote(request: Request, votes: VotesDep, caller: CurrentCaller) -> Response:
     """Store a vote, the JSON of the field `vote`, as a preference pair."""
     body = validated(VoteBody, await _given(request, caller, "vote"))
-    return JSONResponse({"dataset_id": body.dataset_id, "votes": await votes.add(body, caller.name)}, headers=HEADERS)
+    return JSONResponse({"dataset_id": body.dataset_id, "votes": await votes.add(body, caller.name)}, headers=UNCACHED)
 
 
 @calls.get("/votes", dependencies=[USERS])
@@ -95,7 +95,7 @@ async def vote_count(votes: VotesDep, store: StoreDep, dataset: Dataset = "", mo
         with suppress(JobNotFound):
             job = await asyncio.to_thread(store.get, name)
     link = training_link(dataset, model, job)
-    return JSONResponse({"dataset_id": dataset, "votes": count, "train": link}, headers=HEADERS)
+    return JSONResponse({"dataset_id": dataset, "votes": count, "train": link}, headers=UNCACHED)
 
 
 @calls.get("/prompt", dependencies=[USERS])
@@ -111,7 +111,7 @@ async def prompt(
     found = await prompts.of_row(dataset, row, names)
     tools = next((turn["tools"] for turn in found["messages"] if "tools" in turn), None)
     messages = [{name: value for name, value in turn.items() if name != "tools"} for turn in found["messages"]]
-    return JSONResponse({"row": row, "messages": messages, "tools": tools}, headers=HEADERS)
+    return JSONResponse({"row": row, "messages": messages, "tools": tools}, headers=UNCACHED)
 
 
 async def _given(request: Request, caller: CurrentCaller, name: str) -> Any:

@@ -29,9 +29,11 @@ POLICY = "; ".join(
 )
 """Content-Security-Policy: nothing inline and nothing of another site. Plotly draws with attributes and with the style
 objects of elements, which style-src does not concern; its own style sheet is part of ours."""
+UNCACHED = {"Cache-Control": "no-store"}
+"""Of what the scripts of a page read: it has the policy of all answers, which loads nothing."""
 HEADERS = {
     "Content-Security-Policy": POLICY,
-    "Cache-Control": "no-store",
+    **UNCACHED,
     "Referrer-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
