@@ -529,7 +529,7 @@ def test_an_answer_whose_client_has_left_is_not_computed_further(service: Traini
     )
 
     def asked() -> int:
-        """Questions that the model has: connections to its socket, without the listening one and the service's lease."""
+        """Questions that the model has: connections to its socket without the listening one and the lease."""
         return sum(bool(one.laddr) for one in server.net_connections("unix")) - 2
 
     poll(lambda: asked() == 0, "the first question is put away", 20)
