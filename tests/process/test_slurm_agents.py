@@ -17,8 +17,9 @@ for SLURM_PROCID in 0 1; do SLURM_PROCID=$SLURM_PROCID "$@" & done
 wait
 """
 AGENT = """#!/bin/bash
-echo "$@" >> "$LOG"
 trap 'echo "left $4" >> "$LOG"; exit 0' USR1
+echo "$@" >> "$LOG"
+while [ "$(grep -c ^agent "$LOG")" -lt 2 ]; do sleep 0.05; done  # the signal ends what is not an agent yet
 kill -USR1 $SLURM_BATCH  # Slurm's signal before the time limit
 for i in 1 2 3 4 5 6 7 8 9 10; do sleep 1 & wait $!; done
 """
