@@ -113,7 +113,7 @@ def main(names: list[str]) -> None:
     PICTURES.mkdir(exist_ok=True)
     with laboratory() as (service, model), browser.chromium() as chromium:
         faults = walk(chromium, service, model, names, PICTURES)
-    sys.exit("\n".join(faults))
+    sys.exit("\n".join(faults) or None)
 
 
 @contextmanager
