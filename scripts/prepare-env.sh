@@ -24,6 +24,9 @@ LOCK=.venv.lock
 unset PYTHONHOME PYTHONPATH
 
 main() {
+    # Another checkout may use what it points to.
+    [ ! -L .venv ] || die ".venv is a link to '$(readlink .venv)', and this would replace what is there:" \
+        "remove the link ('rm .venv') and run this again."
     [ -f "$CONSTRAINTS" ] || die "no constraints file at '$CONSTRAINTS' (from TRL_CONSTRAINTS, relative to $PWD)."
     if up_to_date; then
         note ".venv is ready."
@@ -120,9 +123,7 @@ reusable() {
 make_venv() {
     note "making .venv with Python $(version_of "$1"); the first time this takes about 2 minutes and 5 GB."
     echo 'making .venv' >"$LOCK"
-    # By its real path, so that .venv may be a link to a larger disk.
-    mkdir -p .venv
-    "$1" -m venv --clear "$(cd -P .venv && pwd)"
+    "$1" -m venv --clear .venv
 }
 
 install() {

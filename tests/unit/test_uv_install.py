@@ -1,8 +1,11 @@
-"""scripts/uv_install.py: the configuration of pip as arguments and variables of uv."""
+"""scripts/prepare-env.sh does not touch what is not its own; scripts/uv_install.py: the configuration of pip as arguments
+and variables of uv."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -84,3 +87,23 @@ def test_uv_is_started_with_the_settings_of_a_quiet_pip_and_no_password_among_it
     assert "password" not in " ".join(command)
     found.pop("UV_INDEX", None)  # of the configuration of the machine
     assert found == {"UV_CACHE_DIR": str(tmp_path), "UV_DEFAULT_INDEX": "https://user:password@mirror/simple"}
+
+
+def test_an_environment_that_is_a_link_is_refused_and_left_alone(tmp_path: Path) -> None:
+    """There are no constraints: were it not refused, nothing would be installed either."""
+    checkout, shared = tmp_path / "checkout", tmp_path / "shared"
+    shared.mkdir()
+    (shared / "pyvenv.cfg").write_text("of another checkout")
+    (checkout / "scripts").mkdir(parents=True)
+    for name in ("prepare-env.sh", "pythons.sh"):
+        shutil.copy(REPOSITORY / "scripts" / name, checkout / "scripts")
+    (checkout / ".venv").symlink_to(shared)
+    environ = os.environ | {"TRL_CONSTRAINTS": "missing"}
+    done = subprocess.run([checkout / "scripts" / "prepare-env.sh"], env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"prepare-env: .venv is a link to '{shared}', and this would replace what is there: "
+        "remove the link ('rm .venv') and run this again.\n"
+    )
+    assert [path.read_text() for path in shared.iterdir()] == ["of another checkout"]
+    assert sorted(path.name for path in checkout.iterdir()) == [".venv", "scripts"]
