@@ -33,7 +33,7 @@ from .fast.mlp import tile_mlp
 from .fast.model import use_rows
 from .fast.smaller_batches import in_parts
 from .fast.support import with_batches
-from .micro_steps import MicroBatches, fix_order, keep_order, merge_micro_steps
+from .micro_steps import MicroBatches, RowsOnDevice, fix_order, keep_order, merge_micro_steps
 from .model.adapters import DEFAULT, continued, continues, has_reference_adapter
 from .model.attention import passes_padding_mask, set_attention
 from .model.checked import check_models
@@ -264,17 +264,10 @@ def build_trainer(
     of_batches = [problem_of_padding(spec, row_lengths(data.train)), *_slow_dtype(spec.compute.dtype, device)]
     for message in filter(None, [*prompts.lost_turns, *data.warnings, *lost, *of_batches, no_triton, *others]):
         writer.write(Warned(message=message))
-    merged = merge_micro_steps(
-        *(spec, batch_plan, data.train, device.type, partial(memory_of, spec, device)),
-        data.mixed.mixture,
-        trained_batch_size,
-    )
+    rows_on_device = RowsOnDevice(data.train, device.type, partial(memory_of, spec, device), data.mixed.mixture)
+    merged = merge_micro_steps(spec, batch_plan, rows_on_device, trained_batch_size)
     spec, batch_plan = merged.spec, merged.batch_plan
-    spec, repeats = fix_order(
-        *(spec, batch_plan, data.train, device.type, partial(memory_of, spec, device), data.mixed.mixture),
-        gpu=device,
-        may_raise=not has_run_out,
-    )
+    spec, repeats = fix_order(spec, batch_plan, rows_on_device, gpu=device, may_raise=not has_run_out)
     memory = before_training(
         spec, batch_plan, data.train, device, writer, requested, data.mixed.mixture, merged.unmerged
     )

@@ -116,38 +116,47 @@ class MicroBatches:
         return {"micro_steps": f"not merged: {self.reason}"} if self.reason else {}
 
 
+@dataclass(frozen=True)
+class RowsOnDevice:
+    """What decides about a job's micro steps beside the job itself: its rows, and the device that computes them."""
+
+    dataset: Dataset
+    device: str
+    """Its type."""
+    measured: Callable[[], tuple[Capacity, int]]
+    """The machines' memory, and all that a device has (`preflight.memory_of`); called on rank 0."""
+    mixture: Mixture | None = None
+    """Of the datasets that the rows are of; None: there is one."""
+
+    def largest_batch(self, spec: JobSpec, batch_plan: BatchPlan) -> Batch:
+        planned = plan_steps(spec, row_lengths(self.dataset), batch_plan, self.mixture)
+        return with_groups(planned.batch, spec, self.dataset, self.mixture)
+
+
 def merge_micro_steps(
-    spec: JobSpec,
-    batch_plan: BatchPlan,
-    dataset: Dataset,
-    device: str,
-    measured: Callable[[], tuple[Capacity, int]],
-    mixture: Mixture | None = None,
-    trained: int | None = None,
+    spec: JobSpec, batch_plan: BatchPlan, rows_on_device: RowsOnDevice, trained: int | None = None
 ) -> MicroBatches:
     """Merge micro steps of a job where its option allows it. A collective: rank 0's memory estimate decides.
 
     Args:
         spec: as this attempt's ranks train it.
         batch_plan: the batches of each optimizer step.
-        device: its type.
-        measured: the machines' memory, and all that a device has (`preflight.memory_of`); called on rank 0.
         trained: on rank 0, rows of a micro batch of the attempt that this one continues, which are taken again where
             the device can hold them: other batches round differently. None: there was none.
     """
     unmerged = MicroBatches(spec, batch_plan)
-    if batch_plan.accumulation_steps == 1 or not spec.may_merge(device):
+    if batch_plan.accumulation_steps == 1 or not spec.may_merge(rows_on_device.device):
         return unmerged
     if spec.preflight == "off":
         return unmerged.because("the memory of the job is not estimated")
     if reason := why_separate(spec):
         return unmerged.because(reason)
-    plans = larger_plans(spec, batch_plan, dataset, device)
+    plans = larger_plans(spec, batch_plan, rows_on_device.dataset, rows_on_device.device)
     if not plans:
         return unmerged.because("their rows have many tokens")
     chosen = -1
     if ranks.rank() == 0 and trained != batch_plan.batch_size:
-        chosen = _chosen(spec, plans, dataset, mixture, device, measured, trained)
+        chosen = _chosen(spec, plans, rows_on_device, trained)
     chosen = ranks.broadcast_number(chosen)
     if chosen < 0:
         why = "the attempt before had these" if trained == batch_plan.batch_size else "larger ones may not fit"
@@ -158,28 +167,20 @@ def merge_micro_steps(
     return MicroBatches(merged, plan, times, unmerged=unmerged)
 
 
-def _chosen(
-    spec: JobSpec,
-    plans: Sequence[BatchPlan],
-    dataset: Dataset,
-    mixture: Mixture | None,
-    device: str,
-    measured: Callable[[], tuple[Capacity, int]],
-    trained: int | None,
-) -> int:
+def _chosen(spec: JobSpec, plans: Sequence[BatchPlan], rows_on_device: RowsOnDevice, trained: int | None) -> int:
     """The index of the plan that the attempt before had, where it fits, else of the largest that fits; -1: none does.
 
     By the device's whole memory, and not by what is free at the moment: a later attempt decides the same, and so does
     one that begins before the memory of the last one is released.
     """
-    lengths = row_lengths(dataset)
     try:
-        capacity, total = measured()
+        capacity, total = rows_on_device.measured()
 
         def fits(plan: BatchPlan, share: float) -> bool:
             merged = plan.applied(spec)
-            batch = with_groups(plan_steps(merged, lengths, plan, mixture).batch, merged, dataset, mixture)
-            memory = estimate(merged, batch, device, capacity.baseline)
+            memory = estimate(
+                merged, rows_on_device.largest_batch(merged, plan), rows_on_device.device, capacity.baseline
+            )
             return replace(capacity, device=int(share * total)).holds(memory)
 
         before = next((index for index, plan in enumerate(plans) if plan.batch_size == trained), None)
@@ -198,10 +199,7 @@ def _chosen(
 def fix_order(
     spec: JobSpec,
     batch_plan: BatchPlan,
-    dataset: Dataset,
-    device: str,
-    measured: Callable[[], tuple[Capacity, int]],
-    mixture: Mixture | None = None,
+    rows_on_device: RowsOnDevice,
     *,
     gpu: torch.device | None = None,
     may_raise: bool = True,
@@ -212,7 +210,6 @@ def fix_order(
 
     Args:
         spec: with the micro batches that it trains.
-        measured: as of `merge_micro_steps`.
         gpu: whose kernels are asked what they take; None: there is none here, and any may train it.
         may_raise: whether it may take more than `LARGEST_ACCUMULATORS`: not after a lack of memory.
 
@@ -221,12 +218,13 @@ def fix_order(
     """
     if spec.method.answered_by_vllm is not None:
         return spec, "up to rounding: vLLM answers, which promises no equal ones"
+    device, dataset = rows_on_device.device, rows_on_device.dataset
     if device == "cpu":
         return spec, "bit for bit"
     if device != "cuda" or spec.compute.dtype == "fp32" or not spec.compute.padding_free:
         why = "padding_free is not used" if not spec.compute.padding_free else f"{spec.compute.dtype} on {device}"
         return spec, f"up to rounding: {why}, and attention adds in an order of its own"
-    batch = with_groups(plan_steps(spec, row_lengths(dataset), batch_plan, mixture).batch, spec, dataset, mixture)
+    batch = rows_on_device.largest_batch(spec, batch_plan)
     head = ranks.broadcast_number(LARGEST_HEAD if gpu is None else largest_head(gpu))
     limits = fixed_order_limits(spec, batch, device, head, _packed(batch, dataset) if spec.data.packed else None)
     if not limits:
@@ -237,7 +235,7 @@ def fix_order(
     if not larger:
         return spec, "bit for bit"
     if ranks.rank() == 0 and spec.preflight != "off" and may_raise:
-        allowed = _allowed(spec, batch, device, larger, measured)
+        allowed = _allowed(spec, batch, larger, rows_on_device)
     allowed = ranks.broadcast_number(allowed)
     if allowed:
         spec = spec.changed(accumulator_bytes=allowed)
@@ -268,18 +266,18 @@ def _packed(batch: Batch, dataset: Dataset) -> tuple[int, int]:
     return longest - 1, batch.sequences * int(list_lengths(dataset, "seq_lengths").max())
 
 
-def _allowed(
-    spec: JobSpec, batch: Batch, device: str, limits: Sequence[int], measured: Callable[[], tuple[Capacity, int]]
-) -> int:
+def _allowed(spec: JobSpec, batch: Batch, limits: Sequence[int], rows_on_device: RowsOnDevice) -> int:
     """The first of the limits with which the job fits; 0: it fits with none."""
     try:
-        capacity, total = measured()
+        capacity, total = rows_on_device.measured()
         whole = replace(capacity, device=total)
         return next(
             (
                 limit
                 for limit in limits
-                if whole.holds(estimate(spec.changed(accumulator_bytes=limit), batch, device, capacity.baseline))
+                if whole.holds(
+                    estimate(spec.changed(accumulator_bytes=limit), batch, rows_on_device.device, capacity.baseline)
+                )
             ),
             0,
         )

@@ -38,7 +38,16 @@ from .memory.messages import gib, misfit
 from .memory.nearest import Capacity, batch_fields, nearest
 from .memory.trace import Batch
 from .memory.trace_cache import trace
-from .micro_steps import GIVEN_UP, MicroBatches, StepPlan, fix_order, merge_micro_steps, plan_steps, with_groups
+from .micro_steps import (
+    GIVEN_UP,
+    MicroBatches,
+    RowsOnDevice,
+    StepPlan,
+    fix_order,
+    merge_micro_steps,
+    plan_steps,
+    with_groups,
+)
 from .model.checked import check_models
 from .model.fsdp import accumulates_shards, frees_blocks, keeps_whole_gradients, ranks_per_machine
 from .model.loading import load_job_tokenizer, load_teacher_tokenizer, vocabulary_size
@@ -254,14 +263,13 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
         max_ranks=request.max_ranks,
         baseline=_baseline(request.device),
     )
-    merged = merge_micro_steps(
-        spec, batch_plan, prepared.dataset, request.device, lambda: (capacity, capacity.device), prepared.mixture
+    rows_on_device = RowsOnDevice(
+        prepared.dataset, request.device, lambda: (capacity, capacity.device), prepared.mixture
     )
+    merged = merge_micro_steps(spec, batch_plan, rows_on_device)
     spec, batch_plan = merged.spec, merged.batch_plan
-    spec, repeats = fix_order(
-        *(spec, batch_plan, prepared.dataset, request.device, lambda: (capacity, capacity.device), prepared.mixture),
-        gpu=torch.device("cuda", 0) if _device_memory(request.device) else None,
-    )
+    gpu = torch.device("cuda", 0) if _device_memory(request.device) else None
+    spec, repeats = fix_order(spec, batch_plan, rows_on_device, gpu=gpu)
     planned = plan_steps(spec, row_lengths(prepared.dataset), batch_plan, prepared.mixture)
     warmup = problem_of_warmup(spec.train.optimizer, planned.total_steps)
     padded = problem_of_padding(requested, row_lengths(prepared.dataset))

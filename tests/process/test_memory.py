@@ -31,7 +31,7 @@ from llama_stack_provider_trl.recipes.memory.estimate import MemoryEstimate, _Pl
 from llama_stack_provider_trl.recipes.memory.nearest import Capacity, nearest
 from llama_stack_provider_trl.recipes.memory.trace import Batch, trace_model
 from llama_stack_provider_trl.recipes.memory.trace_cache import trace
-from llama_stack_provider_trl.recipes.micro_steps import fix_order, keep_order, plan_steps, with_groups
+from llama_stack_provider_trl.recipes.micro_steps import RowsOnDevice, fix_order, keep_order, plan_steps, with_groups
 from llama_stack_provider_trl.recipes.model.loading import adapter_config, quantize
 from llama_stack_provider_trl.recipes.preflight import (
     before_training,
@@ -250,10 +250,9 @@ def test_long_rows_add_in_a_fixed_order_where_the_device_has_the_memory_for_it(
     def fixed(
         total: int, dataset: Dataset = rows[0], device: str = "cuda", *, may_raise: bool = True, **changes: Any
     ) -> tuple[int | None, str]:
+        rows_on_device = RowsOnDevice(dataset, device, lambda: (Capacity(1), total))
         job, repeats = fix_order(
-            *(spec.changed(**changes), plan, dataset, device, lambda: (Capacity(1), total)),
-            gpu=torch.device(device),
-            may_raise=may_raise,
+            spec.changed(**changes), plan, rows_on_device, gpu=torch.device(device), may_raise=may_raise
         )
         return job.compute.accumulator_bytes, repeats
 
@@ -291,7 +290,7 @@ def test_what_a_fixed_order_takes_is_given_up_where_other_processes_hold_the_mem
     spec = job_spec(tmp_path, model, batch_size=1, max_seq_length=8192, dtype="bf16")
     rows = Dataset.from_list([{"input_ids": [1] * 7001, "labels": [1] * 7001}])
     plan, writer = BatchPlan.of_job(spec), EventWriter(tmp_path / "events")
-    raised, repeats = fix_order(spec, plan, rows, "cuda", lambda: (Capacity(1), 1 << 60))
+    raised, repeats = fix_order(spec, plan, RowsOnDevice(rows, "cuda", lambda: (Capacity(1), 1 << 60)))
 
     def checked(job: JobSpec, free: int) -> dict[str, Any]:
         monkeypatch.setattr(preflight, "memory_of", lambda *_: (Capacity(free), 1 << 60))
@@ -326,7 +325,7 @@ def test_batches_of_packed_rows_have_other_rows_than_the_one_with_the_most_token
     spec = job_spec(tmp_path, model, batch_size=1, max_seq_length=8192, dtype="bf16", packed=True)
     rows = pack(Dataset.from_list([{"input_ids": [1] * n, "labels": [1] * n} for n in (4096, 4096, 7000)]), 8192)
     limits = [
-        fix_order(spec, BatchPlan.of_job(spec), rows, "cuda", lambda total=total: (Capacity(1), total))
+        fix_order(spec, BatchPlan.of_job(spec), RowsOnDevice(rows, "cuda", lambda total=total: (Capacity(1), total)))
         for total in (1 << 60, 1)
     ]
     together = 5 * 4 * (8192 + 128) * 32 * 128  # as if those of the sequence with the most tokens were one row

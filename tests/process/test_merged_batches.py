@@ -21,7 +21,7 @@ from llama_stack_provider_trl.recipes.fast.larger_batches import larger_plans, w
 from llama_stack_provider_trl.recipes.memory.estimate import estimate
 from llama_stack_provider_trl.recipes.memory.nearest import Capacity
 from llama_stack_provider_trl.recipes.memory.trace import Batch
-from llama_stack_provider_trl.recipes.micro_steps import MicroBatches, merge_micro_steps
+from llama_stack_provider_trl.recipes.micro_steps import MicroBatches, RowsOnDevice, merge_micro_steps
 from llama_stack_provider_trl.recipes.preflight import before_training
 from llama_stack_provider_trl.recipes.trainer.reference import Precomputation
 from llama_stack_provider_trl.specs.averaging import AveragingSpec
@@ -202,9 +202,8 @@ def test_micro_batches_grow_to_a_number_of_tokens_and_no_further_than_memory(
     assert larger_plans(spec, plan, rows, "mps") == []
 
     def chosen(total: int, free: int = 1, trained: int | None = None, **changes: Any) -> tuple[int, int, int]:
-        found = merge_micro_steps(
-            spec.changed(**changes), plan, rows, "cuda", lambda: (Capacity(free), total), trained=trained
-        )
+        rows_on_device = RowsOnDevice(rows, "cuda", lambda: (Capacity(free), total))
+        found = merge_micro_steps(spec.changed(**changes), plan, rows_on_device, trained)
         assert found.spec.rows_per_step == plan.rows_per_step
         return found.batch_plan.batch_size, found.batch_plan.accumulation_steps, found.steps
 
@@ -229,7 +228,8 @@ def test_the_largest_micro_batches_that_fit_are_found_by_few_estimates(
         return SimpleNamespace(total=1000 * batch.sequences, machine=0)
 
     def chosen(total: int) -> int:
-        found = merge_micro_steps(spec, BatchPlan.of_job(spec), rows, "cuda", lambda: (Capacity(1), total))
+        rows_on_device = RowsOnDevice(rows, "cuda", lambda: (Capacity(1), total))
+        found = merge_micro_steps(spec, BatchPlan.of_job(spec), rows_on_device)
         return found.batch_plan.batch_size
 
     monkeypatch.setattr(micro_steps, "estimate", counted)
@@ -247,7 +247,7 @@ def test_micro_steps_stay_separate_where_memory_cannot_be_read(tmp_path: Path) -
 
     rows = Dataset.from_list([{"input_ids": [1] * 20, "labels": [1] * 20}] * 8)
     spec = job_spec(tmp_path, tiny_model(), batch_size=1, gradient_accumulation_steps=4)
-    found = merge_micro_steps(spec, BatchPlan.of_job(spec), rows, "cuda", fail)
+    found = merge_micro_steps(spec, BatchPlan.of_job(spec), RowsOnDevice(rows, "cuda", fail))
     assert found.shown == {"micro_steps": "not merged: larger ones may not fit"}
 
 
@@ -256,7 +256,8 @@ def test_a_job_is_refused_where_it_does_not_fit_without_merged_micro_steps(
 ) -> None:
     rows = Dataset.from_list([{"input_ids": [1] * 400, "labels": [1] * 400}] * 8)
     spec = job_spec(tmp_path, tiny_model(), batch_size=1, gradient_accumulation_steps=8)
-    merged = merge_micro_steps(spec, BatchPlan.of_job(spec), rows, "cuda", lambda: (Capacity(1), 1 << 60))
+    rows_on_device = RowsOnDevice(rows, "cuda", lambda: (Capacity(1), 1 << 60))
+    merged = merge_micro_steps(spec, BatchPlan.of_job(spec), rows_on_device)
     assert merged.unmerged == MicroBatches(spec, BatchPlan.of_job(spec))
     writer = EventWriter(tmp_path / "events")
 
