@@ -12,7 +12,7 @@ import pytest
 from tests.contract import browser
 from tests.contract.browser import TORN, Window
 from tests.contract.payloads import PAIRS, QUESTIONS, promised, sft
-from tests.contract.service import running
+from tests.contract.service import JOBS, running
 from tests.contract.stack import DPO, SFT, poll
 from tests.required import IN_FULL
 from tests.screenshots import laboratory, walk
@@ -51,6 +51,29 @@ def window(chromium: Any, service: Guarded) -> Iterator[Window]:
         yield window
 
 
+@pytest.fixture(scope="module")
+def alive(service: Guarded) -> str:
+    """A job that trains until it is cancelled, or for some minutes."""
+    body = sft("alive", "questions")
+    body["training_config"]["n_epochs"] = 30
+    body["training_config"]["data_config"]["validation_dataset_id"] = "questions"
+    return service.submit(SFT, body, options={"eval_steps": 4})
+
+
+@pytest.fixture(scope="module")
+def dpo(service: Guarded) -> str:
+    samples = {"prompts": ["What is 3 plus 3?", "<b>And 4?</b>"], "max_new_tokens": 4}
+    return service.submit(DPO, promised("dpo", "pairs"), options={"samples": samples, "save_steps": 5})
+
+
+@pytest.fixture(scope="module")
+def ended(service: Guarded, alive: str, dpo: str) -> None:
+    """Both jobs have points and have ended, whichever tests were before."""
+    poll(lambda: service.get(f"{JOBS}/{alive}/metrics").json()["data"], "it has points", timeout=60)
+    service.post(f"{JOBS}/{alive}/cancel")
+    service.wait(dpo, "completed")
+
+
 def xs(window: Window) -> list[int]:
     """Where the points of the first chart are."""
     return list(window.page.evaluate("document.querySelector('.chart').data[0].x"))
@@ -76,12 +99,8 @@ def test_a_wrong_login_is_named_and_a_right_one_opens_the_jobs(window: Window) -
 
 
 def test_curves_move_and_a_killed_service_is_caught_up_without_a_gap_or_a_double_point(
-    window: Window, service: Guarded
+    window: Window, service: Guarded, alive: str
 ) -> None:
-    body = sft("alive", "questions")
-    body["training_config"]["n_epochs"] = 30
-    body["training_config"]["data_config"]["validation_dataset_id"] = "questions"
-    service.submit(SFT, body, options={"eval_steps": 4})
     service.submit(SFT, sft("behind", "questions"))
     window.login("admin")
     window.page.wait_for_selector("tr[data-job=alive] .state.in_progress", timeout=30_000)
@@ -115,10 +134,8 @@ def test_curves_move_and_a_killed_service_is_caught_up_without_a_gap_or_a_double
 
 
 def test_metrics_of_dpo_have_charts_and_a_submit_role_sees_no_button_of_admins(
-    window: Window, service: Guarded
+    window: Window, service: Guarded, dpo: str
 ) -> None:
-    samples = {"prompts": ["What is 3 plus 3?", "<b>And 4?</b>"], "max_new_tokens": 4}
-    service.submit(DPO, promised("dpo", "pairs"), options={"samples": samples, "save_steps": 5})
     window.login("submit")
     window.open("/jobs/dpo/samples")
     window.page.evaluate("window.kept = true")
@@ -149,6 +166,7 @@ def test_metrics_of_dpo_have_charts_and_a_submit_role_sees_no_button_of_admins(
     assert window.page.locator("text=Delete").count() == 1
 
 
+@pytest.mark.usefixtures("ended")
 def test_what_is_ticked_and_has_the_focus_stays_so_when_the_list_is_replaced(window: Window) -> None:
     window.login("submit")
     window.page.check("input[value=dpo]")
@@ -160,6 +178,7 @@ def test_what_is_ticked_and_has_the_focus_stays_so_when_the_list_is_replaced(win
     assert window.page.evaluate("document.activeElement.value") == "dpo"
 
 
+@pytest.mark.usefixtures("ended")
 def test_ticked_jobs_are_compared_in_charts_with_a_curve_of_each(window: Window) -> None:
     window.login("submit")
     for job in ("alive", "dpo"):
@@ -297,6 +316,7 @@ def test_the_load_of_machines_is_drawn_over_time_with_gaps_and_grows_by_what_is_
     assert "TRL_SERVICE_HOST=ADDRESS TRL_SERVICE_TOKEN=TOKEN ./scripts/run-remote-fsdp-server.sh" in command
 
 
+@pytest.mark.usefixtures("ended")
 def test_pages_are_accessible_in_light_and_dark_and_a_phone_shows_them_without_scrolling_sideways(
     window: Window,
 ) -> None:
