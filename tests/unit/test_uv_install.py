@@ -1,4 +1,4 @@
-"""scripts/prepare-env.sh does not touch what is not its own; scripts/uv_install.py: the configuration of pip as arguments
+"""scripts/prepare-env.sh leaves alone what is not its own; scripts/uv_install.py: the configuration of pip as arguments
 and variables of uv."""
 
 from __future__ import annotations
