@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the unit tests on every supported Python that is installed, besides that of .venv, which test.sh uses: of a test
 # with several cases the first one, which shows that this Python runs it; the other values are tried on that of .venv.
+# What reads this repository's texts finds the same with every Python, and is left out.
 #
 #   ./scripts/test-pythons.sh
 #   TRL_TESTS=full ./scripts/test-pythons.sh    # all cases

@@ -13,6 +13,8 @@ FULL = os.environ.get("TRL_TESTS") == "full"
 """Whether every variant of a behaviour is tried, and what takes minutes: `TRL_TESTS=full ./scripts/test.sh FILE`."""
 FIRST = os.environ.get("TRL_TESTS") == "first"
 """Whether of each unit test only its first case is tried: scripts/test-pythons.sh."""
+ALL_SERVERS = FULL or "TRL_RELEASES" in os.environ
+"""Whether what is the same under several servers is tried on each: scripts/test-matrix.sh, too."""
 IN_FULL = pytest.mark.skipif(not FULL, reason="TRL_TESTS=full runs it")
 
 

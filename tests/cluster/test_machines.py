@@ -49,6 +49,7 @@ def test_two_machines_train_what_two_ranks_of_one_do(bed: Bed) -> None:
     bed.nothing_is_left()
 
 
+@IN_FULL  # CI: the commands in tests/unit/test_tutorials.py, such a training above
 def test_the_commands_of_the_tutorial_train_on_two_machines(
     bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -11,11 +10,10 @@ import pytest
 
 from tests.contract import browser
 from tests.contract.stack import LlamaStack, Server, serving
-from tests.required import FULL, keep
+from tests.required import ALL_SERVERS, keep
 
 SERVERS = ("kind", "stack")
 """Fixtures whose parameter is the server under test."""
-ALL_SERVERS = FULL or "TRL_RELEASES" in os.environ
 
 pytest.register_assert_rewrite("tests.contract.crashing")
 

@@ -14,7 +14,7 @@ from tests.contract.browser import TORN, Window
 from tests.contract.payloads import PAIRS, QUESTIONS, promised, sft
 from tests.contract.service import JOBS, running
 from tests.contract.stack import DPO, SFT, poll
-from tests.required import IN_FULL
+from tests.required import IN_FULL, in_full
 from tests.screenshots import laboratory, walk
 from tests.security.guarded import Guarded
 from tests.tiny import tiny_model
@@ -24,16 +24,18 @@ pytestmark = [pytest.mark.contract, pytest.mark.timeout(240)]
 PAGES = (
     "/",
     "/jobs/dpo",
-    "/jobs/dpo/logs",
-    "/jobs/dpo/samples",
     "/jobs/dpo/checkpoints/final",
     "/jobs/nobody",
     "/nodes",
     "/data",
-    "/data/rows?dataset=questions",
-    "/data/tokens",
-    "/playground?job=dpo",
     "/compare?job=dpo&job=alive",
+    *in_full(
+        "/jobs/dpo/logs",
+        "/jobs/dpo/samples",
+        "/data/rows?dataset=questions",
+        "/data/tokens",
+        "/playground?job=dpo",
+    ),
 )
 
 

@@ -40,6 +40,7 @@ from tests.contract.stored_jobs import (
 )
 from tests.contract.unsupervised import unsupervised
 from tests.fakes import job_spec
+from tests.required import in_full
 from tests.security.guarded import TOKENS, Guarded
 from tests.tiny import tiny_model
 
@@ -419,7 +420,7 @@ FITS = """[...document.querySelectorAll("#headline .chart")].every((one) => {
 })"""
 
 
-@pytest.mark.parametrize(("algorithm", "top"), [("sft", ["Loss"]), ("dpo", ["Rewards", "Loss"])])
+@pytest.mark.parametrize(("algorithm", "top"), [("dpo", ["Rewards", "Loss"]), *in_full(("sft", ["Loss"]))])
 def test_the_first_screen_of_a_running_job_has_its_state_its_eta_and_its_curves(
     window: Window, service: Guarded, algorithm: str, top: list[str]
 ) -> None:

@@ -250,6 +250,7 @@ def test_a_running_job_is_cancelled_in_either_style(stack: ExternalStack, questi
         stack.wait(name, "cancelled", timeout=20)
 
 
+@pytest.mark.in_turn
 def test_a_job_trains_through_a_restart_and_every_step_counts_once(stack: ExternalStack, questions: str) -> None:
     stack.submit(SFT, held("held-over", questions))
     before = stack.wait_for_checkpoint("held-over")

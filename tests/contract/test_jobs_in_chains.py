@@ -143,6 +143,7 @@ def test_dpo_continues_the_adapter_of_a_job_that_has_not_begun(tmp_path: Path) -
         assert service.status("whole")["resources_allocated"]["effective_config"]["model"] == tuned
 
 
+@IN_FULL  # CI: DPO on a job that has not begun, above; rewards of a model in tests/process/test_grpo_reward_models.py
 def test_grpo_is_rewarded_by_the_reward_model_of_a_job_that_has_not_begun(tmp_path: Path) -> None:
     """Both are submitted at once; the second one is killed once. Two processes that shard the model are rewarded in
     tests/process/test_grpo_reward_models.py."""

@@ -23,6 +23,7 @@ from tests.contract.fake_agent import FakeAgent
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import JOBS, TrainingService, refusal, running
 from tests.contract.stack import SFT, Json, poll
+from tests.required import IN_FULL
 from tests.tiny import REPOSITORY, tiny_model
 from tests.unit.snapshots import snapshot
 
@@ -237,6 +238,7 @@ def test_a_model_that_is_nowhere_is_named_with_the_node(service: TrainingService
         shutil.rmtree(worker.data_dir, ignore_errors=True)
 
 
+@IN_FULL  # CI: of several ranks in tests/process/test_replicas.py, answers of a node in test_node_answers.py
 def test_an_evaluation_on_a_node_has_the_measures_of_the_services_own_machine(
     service: TrainingService, tmp_path: Path
 ) -> None:

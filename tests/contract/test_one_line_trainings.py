@@ -356,6 +356,7 @@ def test_make_train_distributed(service: TrainingService, trained: str, tmp_path
     assert service.get(f"{JOBS}/distributed/logs", rank=1).status_code == 200
 
 
+@IN_FULL
 def test_make_train_multi_node(service: TrainingService, trained: str, tmp_path: Path) -> None:
     config = tmp_path / "job.yaml"
     config.write_text(yaml.safe_dump({"job": sft("multi-node", "questions")}))

@@ -23,6 +23,7 @@ from llama_stack_provider_trl_remote.cli.terminal import preflight_lines
 from tests.contract.payloads import PAIRS, QUESTIONS, promised, sft
 from tests.contract.service import JOBS, TrainingService, refusal, running_service
 from tests.contract.stack import SFT, Json, poll
+from tests.required import FULL, IN_FULL
 from tests.tiny import CHATML, tiny_model
 
 pytestmark = pytest.mark.contract
@@ -33,7 +34,7 @@ PREVIEW = "/post-training/preview"
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingService]:
-    with running_service(tmp_path_factory.mktemp("service"), warm_start=True) as service:
+    with running_service(tmp_path_factory.mktemp("service"), **({"warm_start": True} if FULL else {})) as service:
         service.register("questions", QUESTIONS)
         service.register("pairs", PAIRS)
         yield service
@@ -79,6 +80,7 @@ def has_torch(pid: int) -> bool:
     return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
 
+@IN_FULL  # CI: test_custom_trainers.py, tests/process/test_warm_start.py
 @pytest.mark.skipif(sys.platform != "linux", reason="every task starts cold there")
 def test_tasks_are_forked_from_a_process_with_torch_whose_death_disturbs_none(service: TrainingService) -> None:
     (warm,) = poll(lambda: warm_processes(service), "the imports are done", 60)

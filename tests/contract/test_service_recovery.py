@@ -47,6 +47,7 @@ from tests.contract.crashing import (
 from tests.contract.payloads import promised
 from tests.contract.service import JOBS, TrainingService, ndjson, running, running_service
 from tests.contract.stack import DPO, Json, poll
+from tests.required import IN_FULL
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
 
@@ -154,6 +155,7 @@ def test_the_promised_payload_trains_on_two_ranks_and_its_record_reports_how_it_
     assert not [name for name, weight in trained.state_dict().items() if weight.equal(base[name])], "left untrained"
 
 
+@IN_FULL  # CI: ranks, torchrun and runner in tests/process/test_torchrun.py, the service in the next test
 def test_a_job_ends_as_if_left_alone_although_the_service_a_rank_and_torchrun_are_killed(
     service: CrashingService, two: Two, undisturbed: Json
 ) -> None:
@@ -232,6 +234,7 @@ def test_a_job_ends_as_if_left_alone_although_the_service_is_killed_in_every_sta
     assert_as_undisturbed(service, job, expected, paused_at)
 
 
+@IN_FULL  # CI: the refusal on a node in tests/cluster/test_machines.py; a port that is taken in test_torchrun.py
 def test_a_job_waits_while_every_port_is_taken_and_trains_once_one_is_free(idle: CrashingService, ports: range) -> None:
     service = idle
     reported_text = (
@@ -259,6 +262,7 @@ def test_a_job_waits_while_every_port_is_taken_and_trains_once_one_is_free(idle:
     assert_clean(service.data_dir)
 
 
+@IN_FULL  # CI: two servers of Llama Stack with the same locks in test_http_recovery.py
 def test_an_inline_provider_and_the_service_never_train_on_one_device_together(
     idle: CrashingService, tmp_path: Path
 ) -> None:

@@ -50,8 +50,8 @@ UNCOVERED = (
     # The body of /preference-optimize with three fields more, of which test_service_preflight.py sends the bounds.
     "preflight",
     "preview",
-    # Most of each is provider_options, which /preference-optimize and /evaluate have, too.
-    *(() if FULL else ("supervised-fine-tune", "generate", "merge", "export")),
+    # Most of each is provider_options, which /preference-optimize has, too.
+    *(() if FULL else ("supervised-fine-tune", "evaluate", "generate", "merge", "export")),
 )
 """Calls whose bounds are not sent: they get requests at random only."""
 SECONDS = 170

@@ -15,7 +15,7 @@ from tests.census import assert_clean
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import JOBS, TrainingService, running
 from tests.contract.stack import SFT, Json, poll
-from tests.required import lacking
+from tests.required import IN_FULL, lacking
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
 
@@ -86,6 +86,7 @@ def cancel(service: TrainingService, *names: str) -> None:
         service.wait(name, "cancelled")
 
 
+@IN_FULL  # CI: cores and kills in tests/process/test_engine_local.py, what waits for them in tests/unit/test_cores.py
 def test_two_jobs_with_reserved_cores_share_the_cpu_and_everything_that_is_killed_leaves_it_so(
     service: TrainingService,
 ) -> None:

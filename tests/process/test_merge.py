@@ -34,6 +34,7 @@ from llama_stack_provider_trl.specs.model_source import ModelSource
 from llama_stack_provider_trl.system.files import MANIFEST, write_manifest
 from llama_stack_provider_trl_remote.cli.main import main
 from tests.process.forked_recipes import fork_recipes
+from tests.required import IN_FULL
 from tests.tiny import tiny_model
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
@@ -305,6 +306,7 @@ print(max(peak) - before)
 """
 
 
+@IN_FULL  # CI: the next test
 def test_no_model_is_in_memory_as_a_whole(base: Path, tmp_path: Path) -> None:
     paths = []
     for number in range(2):

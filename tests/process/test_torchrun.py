@@ -28,7 +28,7 @@ from tests import forked
 from tests.census import assert_clean
 from tests.forked import forked_warm_processes
 from tests.process.supervised import World
-from tests.required import FULL, in_full
+from tests.required import FULL, IN_FULL, in_full
 from tests.training import of_kind
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
@@ -194,6 +194,7 @@ def test_a_pause_and_a_cancel_reach_every_rank(world: World) -> None:
     assert_clean(world.root)
 
 
+@IN_FULL  # CI: a process that hangs, with its stack, in test_engine_local.py
 def test_a_rank_that_hangs_is_found_and_both_stacks_are_reported(world: World) -> None:
     world.supervisor._attempts._hang_timeout = 12.0
     world.add("job", "dpo-full", **TWO_RANKS, retries=0)
