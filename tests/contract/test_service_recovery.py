@@ -234,7 +234,7 @@ def test_a_job_ends_as_if_left_alone_although_the_service_is_killed_in_every_sta
     assert_as_undisturbed(service, job, expected, paused_at)
 
 
-@IN_FULL  # CI: the refusal on a node in tests/cluster/test_machines.py; a port that is taken in test_torchrun.py
+@IN_FULL  # CI: tests/unit/test_supervisor.py; a port that is taken in tests/process/test_torchrun.py
 def test_a_job_waits_while_every_port_is_taken_and_trains_once_one_is_free(idle: CrashingService, ports: range) -> None:
     service = idle
     reported_text = (
@@ -326,6 +326,7 @@ def test_a_killed_service_leaves_no_reader_of_a_dataset_behind(idle: CrashingSer
     assert service.get("/post-training/job/status", job_uuid="never-queued").status_code == 404
 
 
+@IN_FULL  # CI: devices in tests/unit/test_placement.py, ports in test_launch.py
 def test_jobs_that_train_side_by_side_share_no_device_no_port_and_no_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -284,7 +284,7 @@ def test_torchrun_on_two_nodes(tmp_path: Path, port: int, warm: WarmProcesses, f
         assert (second.rank, second.exit_code) == (1, -signal.SIGKILL)
 
 
-@pytest.mark.parametrize("node_rank", [0, 1])
+@pytest.mark.parametrize("node_rank", [1, *in_full(0)])
 def test_torchruns_that_do_not_meet_end_with_a_sentence(
     tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch, warm: WarmProcesses, node_rank: int
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from llama_stack_provider_trl_remote.nodes.pools.pods import SCRIPT
 from tests.contract.stack import poll
+from tests.required import in_full
 
 pytestmark = pytest.mark.process
 
@@ -26,7 +27,10 @@ time.sleep(600)
 Start = Callable[..., subprocess.Popen[bytes]]
 
 
-@pytest.fixture(params=[name for name in ("dash", "bash") if shutil.which(name)])
+SHELLS = [name for name in ("dash", "bash") if shutil.which(name)]
+
+
+@pytest.fixture(params=[*SHELLS[:1], *in_full(*SHELLS[1:])])
 def start(request: pytest.FixtureRequest) -> Iterator[Start]:
     """Starts the script with the words of an agent."""
     started: list[subprocess.Popen[bytes]] = []
