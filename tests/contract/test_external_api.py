@@ -238,19 +238,6 @@ def test_client(stack: ExternalStack, questions: str, done: Json) -> None:
 
 
 @pytest.mark.in_turn
-def test_a_running_job_is_cancelled_in_either_style(stack: ExternalStack, questions: str) -> None:
-    for name, cancel in (
-        ("held-1", lambda: stack.cancel("held-1")),
-        ("held-2", lambda: stack.post("/post-training/jobs/held-2/cancel", None, prefix="/v1alpha")),
-    ):
-        stack.submit(SFT, held(name, questions))
-        stack.wait_for_checkpoint(name)
-        answer = cancel()
-        assert (answer.status_code, answer.json()) == (200, None), answer.text
-        stack.wait(name, "cancelled", timeout=20)
-
-
-@pytest.mark.in_turn
 def test_a_job_trains_through_a_restart_and_every_step_counts_once(stack: ExternalStack, questions: str) -> None:
     stack.submit(SFT, held("held-over", questions))
     before = stack.wait_for_checkpoint("held-over")
@@ -264,6 +251,19 @@ def test_a_job_trains_through_a_restart_and_every_step_counts_once(stack: Extern
     assert after["resources_allocated"]["attempt"] == 1
     assert after["resources_allocated"]["progress"]["step"] == 4
     assert "held-over" in stack.jobs()
+
+
+@pytest.mark.in_turn
+def test_a_running_job_is_cancelled_in_either_style(stack: ExternalStack, questions: str) -> None:
+    for name, cancel in (
+        ("held-1", lambda: stack.cancel("held-1")),
+        ("held-2", lambda: stack.post("/post-training/jobs/held-2/cancel", None, prefix="/v1alpha")),
+    ):
+        stack.submit(SFT, held(name, questions))
+        stack.wait_for_checkpoint(name)
+        answer = cancel()
+        assert (answer.status_code, answer.json()) == (200, None), answer.text
+        stack.wait(name, "cancelled", timeout=20)
 
 
 def test_datasets_that_are_ours(stack: ExternalStack) -> None:
