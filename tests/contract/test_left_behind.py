@@ -14,6 +14,7 @@ import pytest
 from llama_stack_provider_trl.system.process import TASK_MARK
 from tests.contract.stack import poll
 from tests.left_behind import left
+from tests.required import IN_FULL
 from tests.tiny import REPOSITORY
 
 pytestmark = [
@@ -48,6 +49,7 @@ def is_task(pid: int) -> bool:
     return f"\0{TASK_MARK}=".encode() in Path(f"/proc/{pid}/environ").read_bytes()
 
 
+@IN_FULL  # of tests alone, and no behaviour of the product
 def test_a_killed_process_group_leaves_no_service_and_no_training(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     with subprocess.Popen(

@@ -23,6 +23,7 @@ from llama_stack_provider_trl.specs.methods import CustomSpec
 from llama_stack_provider_trl.system import limited
 from llama_stack_provider_trl.system.limited import Limited
 from tests.plugins import install, install_example
+from tests.required import in_full
 from tests.tiny import REPOSITORY
 from tests.training import dataset
 from tests.unit.installed_method import METHOD
@@ -266,7 +267,7 @@ consumes, waits, allocates, crashes = map(make_one, (consume, wait, allocate, cr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the memory of a process")
-@pytest.mark.parametrize("name", ["consumes", "waits", "allocates", "crashes"])
+@pytest.mark.parametrize("name", ["consumes", "crashes", *in_full("waits", "allocates")])
 def test_validators_and_checks_of_rows_that_never_end_are_refused_within_limits(
     site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
