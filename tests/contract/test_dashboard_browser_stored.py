@@ -35,6 +35,7 @@ from tests.contract.stored_jobs import (
     add_overfitting,
     add_running,
     add_search,
+    add_step,
     add_verbose,
     complete,
 )
@@ -644,6 +645,41 @@ def test_an_answer_that_comes_late_takes_nothing_back_that_is_shown_since(window
         return [document.getElementById("live").textContent, chart.zoomed];
     }"""
     assert window.page.evaluate(script) == ["new", None]
+
+
+def test_a_list_that_comes_late_takes_no_step_back(window: Window, service: Guarded) -> None:
+    add_overfitting(service.data_dir, "lagging")
+    add_paused(service, "beside-it")
+    window.login("submit")
+    page, held = window.page, list[Any]()
+    steps = "tr[data-job=lagging] .steps"
+    assert page.inner_text(steps) == "120 of 300"
+    page.route(f"{service.url}/", lambda route: held.append((route, route.fetch())))
+    service.post("/post-training/jobs/beside-it/cancel")
+    poll(lambda: page.wait_for_timeout(50) or held, "the list is rendered again, and under way", timeout=20)
+    add_step(service.data_dir, "lagging", 121)
+    page.wait_for_selector(f"{steps}:has-text('121 of 300')")
+    page.unroute(f"{service.url}/")
+    held[0][0].fulfill(response=held[0][1])
+    page.wait_for_selector("tr[data-job=beside-it] .state.cancelled")
+    assert page.inner_text(steps) == "121 of 300"
+    complete(service.data_dir, "lagging")
+
+
+def test_a_stream_that_is_stopped_follows_the_page_no_longer(window: Window) -> None:
+    window.login("submit")
+    script = """async () => {
+        window.EventSource = class extends EventTarget { close() {} };
+        const { Stream } = await import("/static/stream.js");
+        const stream = new Stream(["any"], "", {});
+        let seen = 0;
+        stream.visible = () => (seen += 1);
+        document.dispatchEvent(new Event("visibilitychange"));
+        stream.stop();
+        document.dispatchEvent(new Event("visibilitychange"));
+        return seen;
+    }"""
+    assert window.page.evaluate(script) == 1
 
 
 def test_a_search_in_a_large_dataset_reads_a_part_and_looks_further(window: Window, tmp_path: Path) -> None:
