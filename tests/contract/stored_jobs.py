@@ -174,7 +174,7 @@ def add_step(data_dir: Path, name: str, step: int) -> None:
     """Have a job of `add_overfitting` report a further step."""
     events = RunDir(data_dir / "jobs" / name / "attempts" / "1").events
     begin = events.stat().st_size
-    progress = Progress(step=step, epoch=step / 100, metrics={"loss": 1.0}, peak_memory_bytes=3 << 30)
+    progress = Progress(step=step, epoch=step / 100, metrics={"loss": 0.5}, peak_memory_bytes=3 << 30)
     with open(events, "a") as file:
         file.write(f"{progress.model_dump_json()}\n")
     store = Store(data_dir / DATABASE)

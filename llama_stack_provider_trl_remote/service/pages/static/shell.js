@@ -150,7 +150,7 @@ function isTyping(target) {
 
 // The rows of the page's list, by the links of their heads.
 function moveTo(step) {
-  const links = [...document.querySelectorAll("table.jobs tbody a.job")];
+  const links = [...document.querySelectorAll("tbody a.job")];
   if (!links.length) return;
   const row = document.activeElement.closest("tr");
   const at = links.findIndex((link) => link.closest("tr") === row);
