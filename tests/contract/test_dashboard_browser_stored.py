@@ -712,9 +712,10 @@ def test_a_list_that_comes_late_takes_no_step_back(window: Window, service: Guar
     poll(lambda: page.wait_for_timeout(50) or held, "the list is rendered again, and under way", timeout=20)
     add_step(service.data_dir, "lagging", 121)
     page.wait_for_selector(f"{steps}:has-text('121 of 300')")
+    for route, answer in held:
+        route.fulfill(response=answer)
+    page.wait_for_selector("tr[data-job=beside-it] .state.cancelled", state="attached")
     page.unroute(f"{service.url}/")
-    held[0][0].fulfill(response=held[0][1])
-    page.wait_for_selector("tr[data-job=beside-it] .state.cancelled")
     assert page.inner_text(steps) == "121 of 300"
     complete(service.data_dir, "lagging")
 

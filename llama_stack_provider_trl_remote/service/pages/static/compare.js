@@ -97,7 +97,7 @@ class Overlaid extends Charts {
     const isNew = !chart.isDrawn;
     super.drawChart(chart);
     if (!isNew) return;
-    chart.element.on("plotly_hover", ({ points, event }) => event instanceof MouseEvent && markRow(nearest(chart.element, points, event)));
+    chart.element.on("plotly_hover", ({ points, event }) => points && event instanceof MouseEvent && markRow(nearest(chart.element, points, event)));
     chart.element.on("plotly_unhover", () => markRow(null));
     // A curve is hidden in all charts, or in none.
     chart.element.on("plotly_legendclick", ({ curveNumber }) => {
