@@ -206,8 +206,9 @@ table?.addEventListener("click", (event) => {
   parts.fetch();
 });
 
-// The page of a job leads to the differences.
+// On a phone, the curves come first. The page of a job leads to the differences.
 const differences = document.querySelector("#settings details");
+if (differences && document.querySelector(".beside-curves") && matchMedia("(max-width: 48rem)").matches) differences.open = false;
 if (differences && location.hash === "#settings") differences.open = true;
 color();
 if (curves.size) begin();
