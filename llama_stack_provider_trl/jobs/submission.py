@@ -204,7 +204,7 @@ async def submit_search(
         if await in_work_thread(store.holds, job_uuid, digest):
             return False  # the same POST, sent again meanwhile, has stored them
         raise digest_conflict(min(taken))
-    own = search.own_spec(job_uuid, first, probed)
+    own = search.own_spec(job_uuid, first, [*(job.spec for _, job in trials), *probed])
     warnings = list(dict.fromkeys(message for _, job in trials for message in job.warnings))
     by = owner or Submitter()
     counted = await in_work_thread(by.allowance.counted, [job.spec for _, job in trials])

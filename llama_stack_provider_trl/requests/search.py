@@ -7,7 +7,7 @@ import json
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -36,6 +36,8 @@ _FIXED = (
     *(_OPTIONS + name for name in ("after", "cancel_with", "evaluate", "priority", "resume_from")),
 )
 """Fields that are the same for all trials: names, and what concerns the search as a whole."""
+_OF_EVERY_JOB = ("job_uuid", "checkpoint_dir", "output_name")
+"""Settings that differ between any two jobs."""
 _LONGEST_NAME = 128
 """Characters of a job_uuid."""
 _LARGEST = 1e15
@@ -148,12 +150,12 @@ class RequestedSearch(NamedTuple):
     def _number(self) -> int:
         return self.config.trials or len(self.trials)
 
-    def own_spec(self, job_uuid: str, first: JobSpec, probed: Sequence[JobSpec] = ()) -> JobSpec:
+    def own_spec(self, job_uuid: str, first: JobSpec, others: Sequence[JobSpec] = ()) -> JobSpec:
         """The specification of the search's own job, from that of its first trial. Raises InvalidRequest: no evaluation
         of its trials yields the objective.
 
         Args:
-            probed: what the probes were resolved to.
+            others: of the other trials, and what the probes were resolved to.
         """
         changes: dict[str, Any] = {
             "job_uuid": resolve_job_uuid(job_uuid),
@@ -162,10 +164,11 @@ class RequestedSearch(NamedTuple):
             **{"pruning": None, "cancel_with": False},
         }
         # The jobs that later trials may need are not deleted before.
-        needing = () if self.submitted is None else (first, *probed)
+        needing = () if self.submitted is None else (first, *others)
         changes["after"] = tuple(dict.fromkeys(name for spec in needing for name in spec.after))
         reads = tuple(dict.fromkeys(job for spec in needing for job in spec.jobs_read))
-        changes["search"] = self._spec(first).model_copy(update={"reads": reads})
+        found = {"reads": reads, "settings": _differing([first, *others])}
+        changes["search"] = self._spec(first).model_copy(update=found)
         return first.model_copy(update=changes)
 
     def _spec(self, first: JobSpec) -> SearchSpec:
@@ -217,6 +220,21 @@ class RequestedSearch(NamedTuple):
             hint = "trials would be evaluated on different rows: name one validation_dataset_id"
             raise in_trial(trial, InvalidRequest(f"{FIELD}.objective", self.config.objective, hint))
         return resolved.model_copy(update={"pruning": self.pruning})
+
+
+def _differing(specs: Iterable[JobSpec]) -> tuple[str, ...]:
+    """Dotted names of the settings that have several values in some jobs."""
+    found = [dict(_leaves(spec.flat())) for spec in specs]
+    names = dict.fromkeys(name for one in found for name in one if name not in _OF_EVERY_JOB)
+    return tuple(name for name in names if any(one.get(name) != found[0].get(name) for one in found))
+
+
+def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
 
 
 def _held_out(spec: JobSpec) -> list[str | None]:

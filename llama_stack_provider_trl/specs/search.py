@@ -51,6 +51,8 @@ class SearchSpec(Frozen):
     """Of a Bayesian search."""
     reads: tuple[BaseJob, ...] = ()
     """Of a Bayesian search: the checkpoints that any of its trials may read."""
+    settings: tuple[str, ...] = ()
+    """Dotted names of the settings that have several values in its trials, as `JobSpec.flat` has them."""
     objective: str
     """A metric of the evaluations."""
     direction: Direction

@@ -32,9 +32,11 @@ from .register import register
 from .terminal import (
     JOB_COLUMNS,
     audit_line,
+    devices_of,
     emit,
     job_line,
     job_row,
+    node_lines,
     preflight_lines,
     progress_line,
     status_lines,
@@ -197,9 +199,9 @@ async def delete_dataset(client: ServiceClient, options: Namespace) -> int:
 async def list_nodes(client: ServiceClient, options: Namespace) -> int:
     found = (await client.get_all("/v1/nodes"))["data"]
     rows = [
-        (node["node"], device, job, _load(node, device), node.get("state", "open"))
+        (node["node"], device, job, load or "-", node.get("state", "open"))
         for node in found
-        for device, job in _devices(node)
+        for device, job, load in devices_of(node)
     ]
     lines = table(("node", "device", "job", "load", "state"), rows, cut=("load",))
     for node in found:
@@ -207,37 +209,6 @@ async def list_nodes(client: ServiceClient, options: Namespace) -> int:
             lines.append(f"Ollama on {node['node']}, not for training: {', '.join(names)}")
     emit(options, found, *lines, "", how_to_add_a_node(client.url))
     return 0
-
-
-def _devices(node: dict[str, Any]) -> list[tuple[str, str]]:
-    """A node's devices, and the cores of its CPU that jobs have reserved, with the job of each."""
-    jobs = node.get("jobs", {})
-    cores = {place: job for place, job in jobs.items() if place not in node["devices"]}
-    free = f"{max(0, node.get('cpus', 0) - len(cores))} of {node.get('cpus', 0)} cores free" if cores else "free"
-    found = [(device, jobs.get(device) or (free if device == "cpu" else "free")) for device in node["devices"]]
-    return [*found, *sorted(cores.items(), key=lambda one: (len(one[0]), one[0]))]
-
-
-_FRESH = 30.0
-"""Seconds after which a load is shown with its age."""
-
-
-def _load(node: dict[str, Any], device: str) -> str:
-    """The last load of a device, such as `93 %, 61.2 of 79.6 GiB`: of `cpu` that of all cores and of the memory."""
-    load = node.get("load") or {}
-    if device == "cpu":
-        share, used, total = load.get("cpu_percent"), load.get("memory_used_bytes"), node.get("memory_bytes")
-    else:
-        devices = {one["name"]: one for one in load.get("devices", ())}
-        own = devices.get(device, {})
-        share, used = own.get("utilization_percent"), own.get("memory_used_bytes")
-        total = node.get("memory_of_devices", {}).get(device)
-    parts = [] if share is None else [f"{share:.0f} %"]
-    if used is not None:
-        parts.append(f"{used / (1 << 30):.1f}{f' of {total / (1 << 30):.1f}' if total else ''} GiB")
-    if parts and (age := load.get("age_seconds", 0.0)) >= _FRESH:
-        parts.append(f"{age:.0f} s ago")
-    return ", ".join(parts) or "-"
 
 
 async def list_pools(client: ServiceClient, options: Namespace) -> int:
@@ -265,7 +236,8 @@ async def list_pools(client: ServiceClient, options: Namespace) -> int:
 
 
 async def show_node(client: ServiceClient, options: Namespace) -> int:
-    show_json(await client.get(_node(options)), indent=2)
+    node = await client.get(_node(options))
+    emit(options, node, *node_lines(node))
     return 0
 
 

@@ -19,7 +19,7 @@ def nodes(group: argparse.ArgumentParser) -> None:
     commands.default = "list"
     for name, meaning in (
         ("list", "machines, their devices, and which job has them"),
-        ("show", "everything that the service knows of a machine, as JSON"),
+        ("show", "everything that the service knows of a machine"),
         ("pools", "pools of machines, and what was requested of them"),
         ("cordon", "give a machine no further jobs"),
         ("uncordon", "give it jobs again"),

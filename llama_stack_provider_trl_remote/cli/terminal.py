@@ -323,6 +323,67 @@ def audit_line(line: dict[str, Any]) -> str:
     return "  ".join(part for part in parts if part)
 
 
+_FRESH = 30.0
+"""Seconds after which a load is shown with its age."""
+
+
+def node_lines(node: dict[str, Any], columns: int | None = None) -> list[str]:
+    """A machine as `nodes show` prints it: names with their values.
+
+    Args:
+        columns: of the terminal, into which long values are wrapped; None: those of standard output, if that is one.
+    """
+    name, state = node["node"], node.get("state", "open")
+    memory, free, disk = (node.get(f"{one}_bytes") for one in ("memory", "memory_available", "disk_free"))
+    devices = [f"{device}: {job}{f', {load}' if load else ''}" for device, job, load in devices_of(node)]
+    change = "uncordon" if state in ("cordoned", "draining") else "drain"
+    facts = [
+        ("node", f"{name}{' (of the service)' if node.get('head') else ''}"),
+        ("state", f"{state}{'; takes jobs only while the load of its owner is low' if node.get('loaned') else ''}"),
+        *(("device", device) for device in devices),
+        ("cores", str(node.get("cpus") or "")),
+        ("memory", f"{gib(memory)}{'' if free is None else f', {gib(free)} available'}" if memory else ""),
+        ("free disk", gib(disk) if disk else ""),
+        ("address", node.get("address") or ""),
+        ("machine", node.get("machine") or ""),
+        *(("version", f"{package} {version}") for package, version in (node.get("versions") or {}).items()),
+        *(("label", f"{label}={value}") for label, value in (node.get("labels") or {}).items()),
+        *(("model", model) for model in node.get("models") or ()),
+        *(("ollama", f"{model} (not for training)") for model in node.get("ollama_models") or ()),
+        # The machine of a service without an agent of its own cannot be taken out.
+        ("next", f"trl-remote nodes {change} {shlex.quote(name)}" if node.get("agent") else ""),
+    ]
+    return _beside_names([fact for fact in facts if fact[1]], columns or _columns())
+
+
+def devices_of(node: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """A node's devices, and the cores of its CPU that jobs have reserved, with the job of each, and the last load of
+    each device, such as `93 %, 61.2 of 79.6 GiB`: of `cpu` that of all cores and of the memory; empty: not known."""
+    jobs = node.get("jobs", {})
+    cores = {place: job for place, job in jobs.items() if place not in node["devices"]}
+    free = f"{max(0, node.get('cpus', 0) - len(cores))} of {node.get('cpus', 0)} cores free" if cores else "free"
+    found = [(device, jobs.get(device) or (free if device == "cpu" else "free")) for device in node["devices"]]
+    found += sorted(cores.items(), key=lambda one: (len(one[0]), one[0]))
+    return [(device, job, _load(node, device)) for device, job in found]
+
+
+def _load(node: dict[str, Any], device: str) -> str:
+    load = node.get("load") or {}
+    if device == "cpu":
+        share, used, total = load.get("cpu_percent"), load.get("memory_used_bytes"), node.get("memory_bytes")
+    else:
+        devices = {one["name"]: one for one in load.get("devices", ())}
+        own = devices.get(device, {})
+        share, used = own.get("utilization_percent"), own.get("memory_used_bytes")
+        total = node.get("memory_of_devices", {}).get(device)
+    parts = [] if share is None else [f"{share:.0f} %"]
+    if used is not None:
+        parts.append(f"{used / (1 << 30):.1f}{f' of {total / (1 << 30):.1f}' if total else ''} GiB")
+    if parts and (age := load.get("age_seconds", 0.0)) >= _FRESH:
+        parts.append(f"{age:.0f} s ago")
+    return ", ".join(parts)
+
+
 def preflight_lines(found: dict[str, Any]) -> list[str]:
     """The result of a preflight: rows, steps, memory by part, disk, and the verdict as the last line."""
     data, steps, memory, disk = (found[name] for name in ("data", "steps", "memory", "disk"))

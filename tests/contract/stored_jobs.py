@@ -27,6 +27,7 @@ from llama_stack_provider_trl.specs.events import (
     Sampled,
     Started,
     Warned,
+    read_events,
 )
 from llama_stack_provider_trl.specs.work import ANSWERS, CheckedAnswering, EvaluateSpec
 from llama_stack_provider_trl.system.data_dir import DATABASE
@@ -136,6 +137,7 @@ def add_running(data_dir: Path, name: str) -> RunDir:
     """A job of two ranks that runs, as long as nothing supervises it."""
     store = Store(data_dir / DATABASE)
     run_dir = _add(store, data_dir, name, ranks=2)
+    run_dir.events.write_text("\n")  # what was read of it
     store.apply_events(name, 1, list(_points(1, 1)), 1)
     store.close()
     return run_dir
@@ -166,6 +168,18 @@ def add_overfitting(data_dir: Path, name: str, algorithm: str = "sft") -> None:
         if step % 30 == 0:
             events.append(Evaluated(**at, metrics={"eval_loss": 1.5 + abs(step - 60) / 100}))
     store.apply_events(name, 1, events, 1)
+    store.close()
+
+
+def add_step(data_dir: Path, name: str, step: int) -> None:
+    """Have a job of `add_overfitting` report a further step."""
+    events = RunDir(data_dir / "jobs" / name / "attempts" / "1").events
+    begin = events.stat().st_size
+    progress = Progress(step=step, epoch=step / 100, metrics={"loss": 0.5}, peak_memory_bytes=3 << 30)
+    with open(events, "a") as file:
+        file.write(f"{progress.model_dump_json()}\n")
+    store = Store(data_dir / DATABASE)
+    store.apply_events(name, 1, *read_events(events, begin))
     store.close()
 
 

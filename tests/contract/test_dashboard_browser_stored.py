@@ -35,6 +35,7 @@ from tests.contract.stored_jobs import (
     add_overfitting,
     add_running,
     add_search,
+    add_step,
     add_verbose,
     complete,
 )
@@ -229,7 +230,7 @@ def test_jobs_are_compared_by_order_from_their_own_beginning_and_by_single_point
     assert found["drawn"] >= 2
     assert found["axis"] == "seconds since the first point"
     heads = window.page.eval_on_selector_all("#states th[scope=col]", "heads => heads.map((one) => one.textContent)")
-    assert heads[3:6] == ["Loss", "Eval loss", "Learning rate"]
+    assert heads[3:7] == ["Loss", "Eval loss", "Steps", "Learning rate"]
     assert window.page.is_visible("[aria-label='Settings that differ']")
     above = "#settings, #curves"
     assert window.page.eval_on_selector_all(above, "all => all.map((one) => one.id)") == ["settings", "curves"]
@@ -238,6 +239,59 @@ def test_jobs_are_compared_by_order_from_their_own_beginning_and_by_single_point
     window.page.keyboard.press("Home")
     poll(lambda: window.page.evaluate(HOVERED) >= 1, "the charts show the place", timeout=20)
     assert "writes" in window.page.text_content("#readout")
+
+
+def test_runs_stand_beside_their_curves_sorted_hidden_marked_and_removed(window: Window, service: Guarded) -> None:
+    for name in ("run-a", "run-b"):
+        add_overfitting(service.data_dir, name)
+    add_step(service.data_dir, "run-b", 121)
+    window.login("submit")
+    page = window.page
+    page.set_viewport_size({"width": 1440, "height": 900})
+    window.open("/compare?job=run-a&job=run-b&axis=relative")
+    window.wait_for_charts()
+    rows = "rows => rows.map((row) => row.dataset.run)"
+    table, chart = (page.locator(one).bounding_box() for one in (".runs", ".chart >> nth=0"))
+    assert table["x"] < chart["x"]
+    assert max(box["y"] + box["height"] for box in (table, chart)) <= 900, "both are in the first screen"
+    page.click("a.sort >> nth=2")
+    page.wait_for_selector("[aria-sort=ascending]")
+    assert page.eval_on_selector_all("tr[data-run]", rows) == ["run-b", "run-a"], "by the loss"
+    assert "axis=relative" in page.url
+    colors = "[...document.querySelectorAll('[name=show]')].map((one) => getComputedStyle(one).accentColor)"
+    assert page.evaluate(colors) == ["rgb(192, 86, 30)", "rgb(47, 111, 176)"], "colours stay with their runs"
+    assert set(page.evaluate(RUNS)) == {"run-a", "run-b"}
+    page.uncheck("[aria-label='Show the curves of run-a']")
+    poll(lambda: set(page.evaluate(RUNS)) == {"run-b"}, "it is drawn no longer", timeout=20)
+    page.reload()
+    window.wait_for_charts()
+    assert set(page.evaluate(RUNS)) == {"run-b"}
+    assert not page.is_checked("[aria-label='Show the curves of run-a']")
+    page.check("[aria-label='Show the curves of run-a']")
+    poll(lambda: set(page.evaluate(RUNS)) == {"run-a", "run-b"}, "it is drawn again", timeout=20)
+    page.hover("tr[data-run=run-b] th")
+    poll(lambda: page.evaluate(RUNS)["run-a"] < 0.2, "the others are faint", timeout=20)
+    assert page.evaluate(RUNS)["run-b"] == 1
+    box = page.locator(".chart .nsewdrag").first.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.wait_for_selector("tr.marked")
+    poll(lambda: page.evaluate(RUNS)["run-a"] == 1, "none stands out any more", timeout=20)
+    page.focus("tr[data-run=run-a] a.job")
+    page.keyboard.press("k")
+    poll(lambda: page.evaluate(RUNS)["run-a"] < 0.2, "the keys mark a run, too", timeout=20)
+    page.keyboard.press("x")
+    poll(lambda: set(page.evaluate(RUNS)) == {"run-a"}, "and hide it", timeout=20)
+    assert window.faults() == []
+    page.click("[aria-label='Remove run-a']")
+    page.wait_for_selector("tr[data-run=run-a]", state="detached")
+    assert "axis=relative&job=run-b&hide=run-b&sort=loss" in page.url
+    for name in ("run-a", "run-b"):
+        complete(service.data_dir, name)
+
+
+RUNS = """Object.fromEntries([...document.querySelector(".chart").data].filter((one) => one.showlegend !== false)
+    .map((one) => [one.meta, one.opacity]))"""
+"""Jobs that the first chart shows -> opacity of their curves."""
 
 
 def test_a_log_of_2_gb_with_a_line_of_50_mb_stops_neither_page_nor_service(window: Window, service: Guarded) -> None:
@@ -645,6 +699,49 @@ def test_an_answer_that_comes_late_takes_nothing_back_that_is_shown_since(window
         return [document.getElementById("live").textContent, chart.zoomed];
     }"""
     assert window.page.evaluate(script) == ["new", None]
+
+
+def test_a_list_that_comes_late_takes_no_step_back(window: Window, service: Guarded) -> None:
+    add_overfitting(service.data_dir, "lagging")
+    add_paused(service, "beside-it")
+    window.login("submit")
+    page, held = window.page, list[Any]()
+    steps = "tr[data-job=lagging] .steps"
+    assert page.inner_text(steps) == "120 of 300"
+
+    def hold(route: Any) -> None:
+        if held:  # a further list would have the step
+            route.abort()
+            return
+        held.append(route)
+        held.append(route.fetch())
+
+    page.route(f"{service.url}/", hold)
+    service.post("/post-training/jobs/beside-it/cancel")
+    poll(lambda: page.wait_for_timeout(50) or len(held) == 2, "the list is rendered again, and under way", timeout=20)
+    add_step(service.data_dir, "lagging", 121)
+    page.wait_for_selector(f"{steps}:has-text('121 of 300')")
+    held[0].fulfill(response=held[1])
+    page.wait_for_selector("tr[data-job=beside-it] .state.cancelled", state="attached")
+    assert page.inner_text(steps) == "121 of 300"
+    page.unroute(f"{service.url}/")
+    complete(service.data_dir, "lagging")
+
+
+def test_a_stream_that_is_stopped_follows_the_page_no_longer(window: Window) -> None:
+    window.login("submit")
+    script = """async () => {
+        window.EventSource = class extends EventTarget { close() {} };
+        const { Stream } = await import("/static/stream.js");
+        const stream = new Stream(["any"], "", {});
+        let seen = 0;
+        stream.visible = () => (seen += 1);
+        document.dispatchEvent(new Event("visibilitychange"));
+        stream.stop();
+        document.dispatchEvent(new Event("visibilitychange"));
+        return seen;
+    }"""
+    assert window.page.evaluate(script) == 1
 
 
 def test_a_search_in_a_large_dataset_reads_a_part_and_looks_further(window: Window, tmp_path: Path) -> None:

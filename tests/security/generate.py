@@ -34,7 +34,7 @@ _PREVIEW_FIELDS = ("model", "dataset", "method", "first_row", "rows", "train_on_
 PAGES: dict[tuple[str, str], tuple[str, ...]] = {
     **{("GET", path): () for path in ("/", "/login", "/nodes", "/static/{name}", "/jobs/{job_uuid}", "/docs")},
     **{("GET", f"/jobs/{{job_uuid}}/{name}"): () for name in ("logs", "samples", "trials", "checkpoints/{identifier}")},
-    **{("GET", path): ("dataset", "job", "metric", "axis", "page", "search") for path in ("/data", "/compare")},
+    **{("GET", path): ("dataset", "job", "page", "search", "sort", "hide") for path in ("/data", "/compare")},
     ("GET", "/data/rows"): ("dataset", "search", "first"),
     ("GET", "/data/tokens"): ("dataset", "method"),
     ("GET", "/answers"): ("job", "first", "show"),

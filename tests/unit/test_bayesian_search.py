@@ -668,6 +668,8 @@ def test_jobs_that_only_some_values_need_are_kept_for_later_trials() -> None:
     second = first.changed(source=first.source.model_copy(update={"made_by": base}), after=("b", "a"))
     own = search.own_spec("s", first, [first, second])
     assert (own.after, own.bases) == (("a", "b"), (base,))
+    assert own.search is not None
+    assert own.search.settings == ("bases", "after")
 
 
 def test_a_name_that_a_later_trial_needs_is_a_conflict_at_once(world: Searching) -> None:

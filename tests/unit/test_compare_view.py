@@ -4,9 +4,38 @@ from __future__ import annotations
 
 from typing import Any
 
-from llama_stack_provider_trl_remote.service.pages.compare_view import answers_link, compared, measured, rate_of
+from llama_stack_provider_trl_remote.service.pages.compare_view import (
+    ComparedQuery,
+    ComparedRun,
+    answers_link,
+    compared,
+    in_order,
+    measured,
+    rate_of,
+)
 from llama_stack_provider_trl_remote.service.pages.job_view import Setting
 from llama_stack_provider_trl_remote.service.pages.settings_view import in_groups
+
+
+def test_runs_are_sorted_by_a_column_and_the_address_keeps_what_was_chosen() -> None:
+    def run(job: str, loss: float | None) -> ComparedRun:
+        progress = {"loss": loss, "step": 3, "total_steps": 9, "tokens_per_second": None, "peak_memory_bytes": None}
+        return ComparedRun.of(
+            job, {"state": "completed", "progress": progress, "device": "cpu", "effective_config": {}}, None
+        )
+
+    runs = [run("b", 2.0), run("none", None), run("a", 1.0), run("c", 2.0)]
+    assert [[one.job for one in in_order(runs, sort)] for sort in ("", "loss", "-loss", "job")] == [
+        ["b", "none", "a", "c"],
+        ["a", "b", "c", "none"],
+        ["b", "c", "a", "none"],
+        ["a", "b", "c", "none"],
+    ]
+    query = ComparedQuery(("a", "b/c"), frozenset({"b/c"}), "-loss")
+    assert (query.direction("loss"), query.direction("job")) == ("descending", "")
+    assert query.sorted_by("loss") == "/compare?job=a&job=b%2Fc&hide=b%2Fc"
+    assert query.sorted_by("eval") == "/compare?job=a&job=b%2Fc&hide=b%2Fc&sort=eval"
+    assert query.without("b/c") == "/compare?job=a&sort=-loss"
 
 
 def test_settings_are_beside_each_other_and_those_that_differ_are_known() -> None:

@@ -107,6 +107,14 @@ def test_a_list_is_sorted_by_a_column_and_jobs_without_a_value_are_last(
         assert found[-1] == last
 
 
+def test_names_that_begin_with_what_is_searched_come_first_however_many_jobs_have_it(store: Store) -> None:
+    for number in range(120):
+        store.add_job(job_spec(f"of-{number}", model="org/late"), "digest")
+    store.add_job(job_spec("late"), "digest")
+    store.add_job(job_spec("not-late"), "digest")
+    assert names(store, "match", search="LATE")[:3] == ["late", "not-late", "of-0"]
+
+
 def test_rows_have_what_the_columns_show(store: Store, clock: FakeClock) -> None:
     rows = {row.job_uuid: row for row in queue_page(store, None, None, 100, 0).data}
     assert (rows["a"].loss, rows["a"].eval_loss, rows["a"].eta_seconds) == (2.0, 2.5, 380.0)

@@ -189,10 +189,10 @@ def test_what_the_training_reports_stands_beside_what_was_submitted() -> None:
     assert found["packed"].submitted == "true"
     assert "optimizer.betas" not in found
     assert job_view.settings_of({"dtype": "fp32", "recipe": None})
-    searched = {"search": {"parameters": {"training_config.optimizer_config.lr": [1e-3, 1e-2]}}}
-    rate = {"optimizer": {"learning_rate": 1e-4, "max_grad_norm": 1.0}}
-    shown = {one.name: one.submitted for one in job_view.settings_of({**rate, **searched})}
-    assert (shown["optimizer.learning_rate"], shown["optimizer.max_grad_norm"]) == ("searched", "1.0")
+    searched = {"search": {"parameters": {"provider_options.lora_dropout": [0.1, 0.2]}, "settings": ["lora.dropout"]}}
+    dropouts = {"lora": {"dropout": 0.1}, "method": {"dropout": 0.3}}
+    shown = {one.name: one.submitted for one in job_view.settings_of({**dropouts, **searched})}
+    assert (shown["lora.dropout"], shown["method.dropout"], "search.settings" in shown) == ("searched", "0.3", False)
     (prompts,) = job_view.settings_of({"samples": {"prompts": [[{"role": "user", "content": "Hi"}]]}})
     assert (prompts.name, prompts.submitted) == ("samples.prompts", "1")
 

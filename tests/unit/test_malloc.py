@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 from llama_stack_provider_trl.system import malloc
 from llama_stack_provider_trl.system.malloc import FRUGAL, Malloc, give_back, share_arenas
+from llama_stack_provider_trl_remote.service import server
 
 GIB = 1 << 30
 
@@ -214,3 +216,18 @@ def test_what_was_freed_between_blocks_that_stay_is_given_back() -> None:
 def test_a_c_library_that_gives_nothing_back_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(malloc, "_libc", object)
     give_back()
+
+
+def test_a_service_returns_what_it_has_freed_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def count() -> None:
+        calls.append("returned")
+        if len(calls) == 3:
+            raise InterruptedError
+
+    monkeypatch.setattr(server, "give_back", count)
+    monkeypatch.setattr(server, "_RETURN_SECONDS", 0)
+    with pytest.raises(InterruptedError):
+        asyncio.run(server._return_memory())
+    assert len(calls) == 3

@@ -27,7 +27,14 @@ from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.methods import METHODS
 from llama_stack_provider_trl_remote.cli import main as cli
-from llama_stack_provider_trl_remote.cli.terminal import bar, duration, progress_line, progress_within, table
+from llama_stack_provider_trl_remote.cli.terminal import (
+    bar,
+    duration,
+    node_lines,
+    progress_line,
+    progress_within,
+    table,
+)
 from llama_stack_provider_trl_remote.cli.watch import new_lines
 from llama_stack_provider_trl_remote.cli.whole_jobs import training_request
 from llama_stack_provider_trl_remote.nodes import start
@@ -484,6 +491,7 @@ def test_every_command_prints_json(run: Run, service: FakeService, tmp_path: Pat
     if isinstance(expected, dict):
         expected = {**expected, **{key: found[key] for key in ("directory", "sha256") if key in expected}}
     assert found == expected
+    assert not run(*(names.get(word, word) for word in words.split()))[1].startswith(("{", "[")), "words without it"
 
 
 def test_every_command_that_calls_the_service_takes_json() -> None:
@@ -797,9 +805,37 @@ def test_the_last_load_of_each_device_is_listed_with_its_age_where_it_is_old(run
     ]
 
 
-def test_a_node_is_shown_as_json(run: Run, service: FakeService) -> None:
-    code, out, _ = run("nodes", "show", "gpu-b")
-    assert (code, json.loads(out)) == (0, {"node": "gpu-b", "devices": ["cuda:0"], "jobs": {}})
+def test_a_node_is_shown_in_words_that_fit_the_terminal(run: Run) -> None:
+    assert run("nodes", "show", "gpu-b") == (0, "node    gpu-b\nstate   open\ndevice  cuda:0: free\n", "")
+    load = {"cpu_percent": 12.3, "memory_used_bytes": 3 << 30, "devices": [], "age_seconds": 40.0}
+    node = {"node": "head\x1b[2J", "head": True, "state": "cordoned", "loaned": True, "cpus": 4, "load": load}
+    node |= {"devices": ["cpu"], "jobs": {"cpu:1": "tune"}, "memory_bytes": 24 << 30, "disk_free_bytes": 5 << 30}
+    node |= {
+        "memory_available_bytes": 20 << 30,
+        "agent": True,
+        "address": "10.0.0.7",
+        "machine": "ab12",
+        "labels": {"zone": "a"},
+    }
+    node |= {"versions": {"torch": "2.13"}, "models": [" ".join(["words"] * 15), "b"], "ollama_models": ["q:4b"]}
+    assert node_lines(node, 80) == [
+        "node       head\\u001b[2J (of the service)",
+        "state      cordoned; takes jobs only while the load of its owner is low",
+        "device     cpu: 3 of 4 cores free, 12 %, 3.0 of 24.0 GiB, 40 s ago",
+        "           cpu:1: tune",
+        "cores      4",
+        "memory     24.00 GiB, 20.00 GiB available",
+        "free disk  5.00 GiB",
+        "address    10.0.0.7",
+        "machine    ab12",
+        "version    torch 2.13",
+        "label      zone=a",
+        f"model      {' '.join(['words'] * 11)}",
+        f"           {' '.join(['words'] * 4)}",
+        "           b",
+        "ollama     q:4b (not for training)",
+        "next       trl-remote nodes uncordon 'head\\u001b[2J'",
+    ]
 
 
 def test_nodes_are_taken_out_and_put_back(run: Run, service: FakeService) -> None:

@@ -259,6 +259,15 @@ def test_a_search_and_its_trials_are_stored_together_and_once(world: World) -> N
         world.submit(sft(GRID))
 
 
+def test_a_search_names_the_settings_that_its_trials_differ_in(world: World) -> None:
+    world.submit(
+        sft({**GRID, "parameters": {LR: [1e-4, 1e-3], RANK: [4], "provider_options.lora_dropout": [0.1, 0.2]}})
+    )
+    search = world.store.get("s").spec.search
+    assert search is not None
+    assert search.settings == ("lora.dropout", "optimizer.learning_rate"), "a rank of which there is one is the same"
+
+
 def test_a_name_that_a_trial_needs_and_another_job_has_is_a_conflict_and_stores_nothing(world: World) -> None:
     world.submit(sft(None, job_uuid="s-trial-2"))
     with pytest.raises(JobConflict, match="'s-trial-2' exists already"):

@@ -117,6 +117,12 @@ def test_a_database_that_cannot_be_opened_is_reported_by_a_short_lived_reader_to
     store.close()
 
 
+def test_each_connection_keeps_half_a_mib_of_pages(store: Store) -> None:
+    with store.database.transaction() as execute:
+        connection = execute("count_states", {}).connection
+        assert connection.execute("PRAGMA cache_size").fetchone()[0] == -512
+
+
 def test_a_repeated_request_makes_no_second_job(store: Store) -> None:
     assert store.add_job(job_spec(), "digest", warnings=["w"])
     assert not store.add_job(job_spec(), "digest", warnings=["w"])

@@ -150,7 +150,9 @@ class JobSummary:
     created_by: str = ""
 
 
-ListOrder = Literal["", "name", "state", "method", "model", "loss", "eval", "progress", "duration", "created", "owner"]
+ListOrder = Literal[
+    "", "match", "name", "state", "method", "model", "loss", "eval", "progress", "duration", "created", "owner"
+]
 """What a list of jobs is sorted by; empty: the order in which they run."""
 
 

@@ -15,7 +15,8 @@ from ..dependencies import StoreDep, StoredJobsDep
 from ..http.declared_routes import Routes
 from ..jobs.stored_jobs import StoredJobs
 from ..security.access import USERS
-from .compare_view import answers_link, compared, measured, rate_of
+from . import compare_view
+from .compare_view import ComparedRun, answers_link, compared, in_order, measured
 from .job_pages import last_eval_loss
 from .job_view import settings_of
 from .rendering import page
@@ -37,6 +38,8 @@ async def compare_page(
     stored: StoredJobsDep,
     store: StoreDep,
     job: Annotated[list[str] | None, Query(max_length=100)] = None,
+    hide: Annotated[list[str] | None, Query(max_length=100)] = None,
+    sort: Annotated[compare_view.Order, Query()] = "",
 ) -> Response:
     """Curves of several jobs over each other, and the difference of their configurations."""
     names = [*dict.fromkeys(name.strip() for name in job or () if name.strip())]
@@ -44,10 +47,17 @@ async def compare_page(
         raise InvalidRequest("job", len(names), f"compare at most {MOST} jobs at a time")
     jobs = await asyncio.to_thread(_statuses, stored, names)
     settings = compared([settings_of(one.resources_allocated["effective_config"]) for one in jobs])
+    evaluated = await asyncio.to_thread(lambda: [last_eval_loss(store, name) for name in names])
+    runs = [
+        ComparedRun.of(one.job_uuid, one.resources_allocated, loss) for one, loss in zip(jobs, evaluated, strict=True)
+    ]
     values: dict[str, Any] = {
         "jobs": jobs,
-        "eval_losses": await asyncio.to_thread(lambda: {name: last_eval_loss(store, name) for name in names}),
-        "rate_of": rate_of,
+        "query": compare_view.ComparedQuery(tuple(names), frozenset(hide or ()), sort),
+        "runs": in_order(runs, sort),
+        "columns": compare_view.COLUMNS,
+        "numbers": compare_view.NUMBERS,
+        "has_curves": any(run.loss is not None or run.rate is not None for run in runs),
         "measured": measured([one.resources_allocated for one in jobs]),
         "answers": answers_link(
             [one.job_uuid for one in jobs if (one.resources_allocated.get("result") or {}).get("answers")]

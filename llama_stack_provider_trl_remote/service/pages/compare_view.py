@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 from urllib.parse import urlencode
 
 from ..views.answer_rows import MOST_ANSWERS
@@ -24,6 +25,110 @@ RESULT = "result."
 """Beginning of the settings that are the result of a job which does not train."""
 _OF_EVERY_JOB = ("job_uuid", "checkpoint_dir", "output_name", "run_dir")
 """Settings that differ between any two jobs."""
+
+
+Order = Literal[
+    "",
+    "job",
+    "-job",
+    "state",
+    "-state",
+    "loss",
+    "-loss",
+    "eval",
+    "-eval",
+    "steps",
+    "-steps",
+    "rate",
+    "-rate",
+    "speed",
+    "-speed",
+    "memory",
+    "-memory",
+    "device",
+    "-device",
+]
+"""A column of the table of runs, with a minus the largest first; empty: as they were named."""
+COLUMNS = {
+    **{"job": "Job", "state": "State", "loss": "Loss", "eval": "Eval loss", "steps": "Steps"},
+    **{"rate": "Learning rate", "speed": "Tokens/s", "memory": "Peak memory", "device": "Device"},
+}
+"""Column of the table of runs -> its head."""
+NUMBERS = frozenset({"loss", "eval", "rate", "speed", "memory"})
+
+
+@dataclass(frozen=True)
+class ComparedQuery:
+    """What the address of the page requests."""
+
+    jobs: tuple[str, ...]
+    hidden: frozenset[str] = frozenset()
+    """Jobs whose curves are not drawn."""
+    sort: Order = ""
+
+    def address(self, **changes: Any) -> str:
+        """The address of the same page, but for some fields."""
+        found = replace(self, **changes)
+        jobs, hidden = found.jobs, [("hide", name) for name in found.jobs if name in found.hidden]
+        sort = [("sort", found.sort)] if found.sort else []
+        return f"/compare?{urlencode([*(('job', name) for name in jobs), *hidden, *sort])}"
+
+    def without(self, job: str) -> str:
+        return self.address(jobs=tuple(name for name in self.jobs if name != job))
+
+    def sorted_by(self, column: str) -> str:
+        """The address that a click on a head leads to: the smallest first, the largest first, then as they were
+        named."""
+        return self.address(sort={column: f"-{column}", f"-{column}": ""}.get(self.sort, column))
+
+    def direction(self, column: str) -> str:
+        """`aria-sort` of a column; empty: the table is not sorted by it."""
+        return {column: "ascending", f"-{column}": "descending"}.get(self.sort, "")
+
+
+class ComparedRun(NamedTuple):
+    """A row of the table of runs. None: not known."""
+
+    job: str
+    state: str
+    loss: float | None
+    eval: float | None
+    steps: int | None
+    rate: float | None
+    speed: float | None
+    memory: int | None
+    device: str | None
+    total_steps: int | None
+
+    @classmethod
+    def of(cls, job: str, found: Mapping[str, Any], eval_loss: float | None) -> ComparedRun:
+        """
+        Args:
+            found: `resources_allocated` of the job.
+        """
+        progress, steps = found["progress"], found["progress"]["total_steps"]
+        return cls(
+            job=job,
+            state=found["state"],
+            loss=progress["loss"],
+            eval=eval_loss,
+            steps=progress["step"] if steps else None,
+            rate=rate_of(found["effective_config"]),
+            speed=progress["tokens_per_second"],
+            memory=progress["peak_memory_bytes"],
+            device=found["device"],
+            total_steps=steps,
+        )
+
+
+def in_order(runs: Sequence[ComparedRun], sort: Order) -> list[ComparedRun]:
+    """Runs by a column, those without a value last."""
+    column = sort.removeprefix("-")
+    if not column:
+        return [*runs]
+    known = [run for run in runs if getattr(run, column) is not None]
+    known.sort(key=lambda run: getattr(run, column), reverse=sort.startswith("-"))
+    return [*known, *(run for run in runs if run not in known)]
 
 
 class AnswersLink(NamedTuple):

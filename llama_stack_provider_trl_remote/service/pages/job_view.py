@@ -36,8 +36,6 @@ _ENDS = {
 _HELD = re.compile(r"(?<=\(held by )[^()]+(?=\))")
 _BETWEEN = re.compile(r"(, | and \d+ more$)")
 """As the supervisor lists jobs."""
-_OTHER_NAMES = {"lr": "learning_rate"}
-"""Fields of requests whose setting has another name."""
 _SAVED = "it saved, for a pause or for a move to another node"
 RIBBON = 1000
 """Width of the ribbon of attempts, in its own units."""
@@ -323,11 +321,10 @@ def settings_of(config: Mapping[str, Any]) -> list[Setting]:
     if samples := given.get("samples"):  # the page of samples has the texts
         given["samples"] = {**samples, "prompts": len(samples["prompts"])}
     submitted = dict(flat(given))
-    if search := given.get("search"):  # no trial need have the values of the search's own configuration
-        last = {path.rpartition(".")[2] for path in search["parameters"]}
-        searched = {_OTHER_NAMES.get(name, name) for name in last}
-        own = (name for name in submitted if not name.startswith("search."))
-        submitted |= {name: "searched" for name in own if name.rpartition(".")[2] in searched}
+    submitted.pop("search.settings", None)
+    # No trial need have the values of the search's own configuration.
+    searched = (given.get("search") or {}).get("settings", ())
+    submitted |= {name: "searched" for name in searched if name in submitted}
     reported = dict(flat({name: value for name, value in recipe.items() if name != "effective"}))
     reported |= dict(flat(recipe.get("effective") or {}))
     names = [*submitted, *(name for name in reported if name not in submitted)]

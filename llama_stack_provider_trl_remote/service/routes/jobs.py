@@ -137,7 +137,7 @@ async def read_queue(
         str | None, Query(max_length=200, description="Part of the names of jobs, of their models or of their metadata")
     ] = None,
     owner: Annotated[str | None, Query(max_length=200, description="Name of the token that submitted them")] = None,
-    sort: Annotated[Sort, Query(description="A column; with a minus the largest first")] = "",
+    sort: Annotated[Sort, Query(description="A column, with a minus the largest first; or match")] = "",
     folded: Annotated[bool, Query(description="Of a search and of a chain only the first job")] = False,
     limit: Annotated[int, Query(ge=1, le=1000, description="Jobs per page")] = 100,
     offset: Annotated[int, Query(ge=0, le=10**9, description="Jobs before this page")] = 0,

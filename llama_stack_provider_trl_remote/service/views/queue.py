@@ -20,6 +20,7 @@ from ..http.bodies import JobRow, QueueResponse, QueueRow
 
 Sort = Literal[
     "",
+    "match",
     "name",
     "-name",
     "state",
@@ -41,7 +42,8 @@ Sort = Literal[
     "owner",
     "-owner",
 ]
-"""What a list is sorted by: a column, with a minus the largest first; empty: the order in which jobs run."""
+"""What a list is sorted by: a column, with a minus the largest first; empty: the order in which jobs run. match: names
+that begin with what is searched, names that have it, then all others."""
 MOST_MEMBERS = 200
 """Jobs of a family that are shown under its first one."""
 MOST_TOGETHER = 1000

@@ -141,6 +141,7 @@ listed AS MATERIALIZED (
                 ELSE -max(priority, min(:highest, priority + CAST(max(0, :now - max(scheduled_at, not_before)) / :aging AS INTEGER))) END AS claim,
            CASE :sort
                WHEN 'name' THEN lower(job_uuid)
+               WHEN 'match' THEN CASE instr(lower(job_uuid), lower(:search)) WHEN 1 THEN 0 WHEN 0 THEN 2 ELSE 1 END
                WHEN 'state' THEN state
                WHEN 'owner' THEN nullif(lower(created_by), '')
                WHEN 'created' THEN age

@@ -1,4 +1,4 @@
-// Several jobs over each other: their curves as they grow, and their states.
+// Several jobs over each other: their curves as they grow, and a table of runs that shows, hides and marks them.
 import { Charts, COLORS, hovered, modeOf, plain, valuesOf } from "./charts.js";
 import { Curves, isNoisy, separate, smoothed } from "./curves.js";
 import { Parts } from "./parts.js";
@@ -9,7 +9,11 @@ const found = document.getElementById("jobs");
 // Each job, in the order of the tables, and whether it runs.
 const followed = new Map(found ? JSON.parse(found.textContent) : []);
 const curves = new Map([...followed.keys()].map((job) => [job, new Curves()]));
-const parts = new Parts(["states"]);
+const colors = new Map([...followed.keys()].map((job, number) => [job, COLORS[number % COLORS.length]]));
+const parts = new Parts(["states"], { replaced: color });
+// Jobs whose curves are not drawn.
+const hidden = new Set(new URLSearchParams(location.search).getAll("hide"));
+const [FAINT, RAW] = [0.15, 0.25];
 
 async function fetchSeries(job, options = null) {
   const path = `/v1/post-training/jobs/${encodeURIComponent(job)}/series`;
@@ -31,7 +35,7 @@ class Overlaid extends Charts {
   }
 
   jobs() {
-    return curves;
+    return new Map([...curves].filter(([job]) => !hidden.has(job)));
   }
 
   ask(job, options) {
@@ -39,8 +43,8 @@ class Overlaid extends Charts {
   }
 
   traces(name, zoomed) {
-    return [...curves].flatMap(([job, all], number) => {
-      const color = COLORS[number % COLORS.length];
+    return [...this.jobs()].flatMap(([job, all]) => {
+      const color = colors.get(job);
       return ["train", "validation"].flatMap((kind) => {
         const curve = zoomed?.[job] ? zoomed[job][kind][name] : all.metrics[kind].get(name);
         if (!curve?.step.length) return [];
@@ -48,9 +52,10 @@ class Overlaid extends Charts {
         const label = plain(kind === "validation" ? `${job} (validation)` : job);
         const line = { color, width: 2, dash: kind === "validation" ? "dot" : "solid" };
         const values = valuesOf(name, curve);
-        const whole = { x, y: values, ...hovered(values), name: label, mode: modeOf(curve, kind), type: "scatter", line };
+        const opacity = this.opacity(job);
+        const whole = { x, y: values, ...hovered(values), name: label, mode: modeOf(curve, kind), type: "scatter", line, opacity, meta: job };
         if (kind === "validation" || !isNoisy(name)) return [whole];
-        const raw = { ...whole, line: { color, width: 1 }, opacity: 0.25, showlegend: false, hoverinfo: "skip", hovertemplate: "" };
+        const raw = { ...whole, line: { color, width: 1 }, opacity: RAW * opacity, showlegend: false, hoverinfo: "skip", hovertemplate: "" };
         const y = smoothed(curve.value, Number(this.smoothing.value));
         return [raw, { ...whole, ...hovered(y), y }];
       });
@@ -63,9 +68,79 @@ class Overlaid extends Charts {
       const options = this.options(all, group, from, to);
       if (options) zoomed[job] = await this.ask(job, options);
     };
-    await Promise.all([...curves].map(fetchPart));
+    await Promise.all([...this.jobs()].map(fetchPart));
     return zoomed;
   }
+
+  opacity(job) {
+    const one = this.emphasized;
+    return one && one !== job && !hidden.has(one) ? FAINT : 1;
+  }
+
+  // Has the curves of a job stand out; null: of none.
+  emphasize(job) {
+    if (job === (this.emphasized ?? null)) return;
+    this.emphasized = job;
+    cancelAnimationFrame(this.frame);
+    this.frame = requestAnimationFrame(() => {
+      const isSeen = (chart) => this.near.has(chart.element) || this.faint?.has(chart);
+      const drawn = [...this.charts.values()].filter((chart) => chart.isDrawn && isSeen(chart));
+      for (const { element } of drawn) {
+        const opacity = element.data.map(({ meta, showlegend }) => this.opacity(meta) * (showlegend === false ? RAW : 1));
+        if (opacity.length) window.Plotly.restyle(element, { opacity });
+      }
+      this.faint = job && new Set(drawn);
+    });
+  }
+
+  drawChart(chart) {
+    const isNew = !chart.isDrawn;
+    super.drawChart(chart);
+    if (!isNew) return;
+    chart.element.on("plotly_hover", ({ points, event }) => points && event instanceof MouseEvent && markRow(nearest(chart.element, points, event)));
+    chart.element.on("plotly_unhover", () => markRow(null));
+    // A curve is hidden in all charts, or in none.
+    chart.element.on("plotly_legendclick", ({ curveNumber }) => {
+      show(chart.element.data[curveNumber].meta, false);
+      return false;
+    });
+    chart.element.on("plotly_legenddoubleclick", () => false);
+  }
+}
+
+// The job whose curve is nearest to the pointer, of the points at its place of the axis.
+function nearest(element, points, { clientY }) {
+  const place = clientY - element.getBoundingClientRect().top;
+  const far = ({ yaxis, y }) => Math.abs(yaxis._offset + yaxis.d2p(y) - place);
+  return points.filter(({ data }) => data.meta).sort((a, b) => far(a) - far(b))[0]?.data.meta ?? null;
+}
+
+function rowOf(job) {
+  return document.querySelector(`tr[data-run="${CSS.escape(job)}"]`);
+}
+
+function markRow(job) {
+  for (const row of document.querySelectorAll("tr[data-run]")) row.classList.toggle("marked", row.dataset.run === job);
+}
+
+// The boxes of the table have the colours of the curves.
+function color() {
+  for (const [job, value] of colors) {
+    const box = rowOf(job)?.querySelector("[name=show]");
+    if (box) box.style.accentColor = value;
+  }
+}
+
+// Draws or hides the curves of a job, which the address keeps.
+function show(job, isShown) {
+  hidden[isShown ? "delete" : "add"](job);
+  const box = rowOf(job)?.querySelector("[name=show]");
+  if (box) box.checked = isShown;
+  const kept = new URLSearchParams(location.search);
+  kept.delete("hide");
+  for (const one of hidden) kept.append("hide", one);
+  history.replaceState(null, "", `?${kept}`);
+  charts?.all();
 }
 
 const charts = curves.size && window.Plotly && new Overlaid(null, [], fetchSeries);
@@ -84,7 +159,7 @@ async function begin() {
     return;
   }
   live.textContent = "";
-  show();
+  showCurves();
   const running = [...followed.keys()].filter((job) => followed.get(job));
   if (!running.length) return;
   new Stream(running, running.map((job) => cursors.get(job)).join("~"), {
@@ -95,7 +170,7 @@ async function begin() {
   });
 }
 
-function show() {
+function showCurves() {
   if (![...curves.values()].some((all) => all.names().length)) return;
   document.getElementById("curves").hidden = false;
   charts?.all();
@@ -109,7 +184,31 @@ function onEvent(job, message) {
   parts.refresh(5000);
 }
 
-// The page of a job leads to the differences.
+const table = document.querySelector(".of-runs");
+table?.addEventListener("change", ({ target }) => target.name === "show" && show(target.value, target.checked));
+const emphasizeRowOf = (target) => charts?.emphasize(target.closest("tr[data-run]")?.dataset.run ?? null);
+table?.addEventListener("pointerover", ({ target, pointerType }) => pointerType === "mouse" && emphasizeRowOf(target));
+table?.addEventListener("focusin", ({ target }) => target.matches(":focus-visible") && emphasizeRowOf(target));
+for (const event of ["pointerleave", "focusout"]) table?.addEventListener(event, () => charts?.emphasize(null));
+// The choices of the charts, which the service does not know, stay in the address.
+table?.addEventListener("click", (event) => {
+  const link = event.target.closest("a.sort, a.remove");
+  if (!link || event.ctrlKey || event.metaKey || event.shiftKey) return;
+  event.preventDefault();
+  const [kept, wanted] = [new URLSearchParams(location.search), new URL(link.href).searchParams];
+  for (const name of ["job", "hide", "sort"]) kept.delete(name);
+  const jobs = wanted.getAll("job");
+  for (const job of jobs) kept.append("job", job);
+  for (const job of hidden) if (jobs.includes(job)) kept.append("hide", job);
+  if (wanted.get("sort")) kept.set("sort", wanted.get("sort"));
+  if (link.className === "remove") return location.assign(`?${kept}`);
+  history.replaceState(null, "", `?${kept}`);
+  parts.fetch();
+});
+
+// On a phone, the curves come first. The page of a job leads to the differences.
 const differences = document.querySelector("#settings details");
+if (differences && document.querySelector(".beside-curves") && matchMedia("(max-width: 48rem)").matches) differences.open = false;
 if (differences && location.hash === "#settings") differences.open = true;
+color();
 if (curves.size) begin();

@@ -10,6 +10,8 @@ let stream = null;
 let followed = "";
 // Job -> the cursor behind the events that its row shows.
 let rendered = new Map();
+// Job -> its last progress, and the cursor behind it.
+const latest = new Map();
 
 function follow() {
   rendered = new Map(JSON.parse(document.getElementById("followed").textContent));
@@ -26,12 +28,19 @@ function row(job) {
   return document.querySelector(`tr[data-job="${CSS.escape(job)}"]`);
 }
 
-function onEvent(job, { event, eta_seconds: eta }, cursor) {
+function onEvent(job, message, cursor) {
+  if (message.event.type !== "progress") return;
+  latest.set(job, [message, cursor]);
+  if (!show(job, message, cursor)) parts.refresh();
+}
+
+// Returns whether the row of the job has the progress; it may have no place for it yet.
+function show(job, { event, eta_seconds: eta }, cursor) {
   // The list may have been read again since, and be ahead of the stream.
-  if (event.type !== "progress" || !isBehind(cursor, rendered.get(job) ?? "0-0")) return;
+  if (!isBehind(cursor, rendered.get(job) ?? "0-0")) return true;
   const found = row(job);
   const bar = found?.querySelector(".progress progress");
-  if (!bar) return parts.refresh();
+  if (!bar) return false;
   bar.value = event.step;
   const steps = found.querySelector(".progress .steps");
   steps.textContent = `${count(event.step)} of ${count(bar.max)}`;
@@ -39,6 +48,7 @@ function onEvent(job, { event, eta_seconds: eta }, cursor) {
   found.querySelector(".eta").textContent = Number.isFinite(eta) ? `${brief(eta)} left` : "";
   if (typeof event.metrics.loss === "number") found.querySelector(".loss .value").textContent = short(event.metrics.loss);
   else if (event.not_finite?.includes("loss")) found.querySelector(".loss .value").textContent = "";
+  return true;
 }
 
 function onState(job, state) {
@@ -53,10 +63,15 @@ function onLive() {
   live.textContent = "";
 }
 
+// A list that was rendered before the last events of the stream is behind them.
 function onList() {
   onLive();
   offer();
   follow();
+  for (const [job, [message, cursor]] of latest) {
+    if (rendered.has(job)) show(job, message, cursor);
+    else latest.delete(job);
+  }
 }
 
 // Without scripts, ticked jobs can be compared only: each of them is cancelled or deleted by a form of its own page.

@@ -2,8 +2,6 @@
 
 const WAIT_MS = 120;
 const MOST_JOBS = 8;
-// The queue finds models and tags, too, in the order in which jobs run: names are looked for among as many.
-const MOST_FOUND = 100;
 // As specs/state_words.py has them.
 const WORDS = { scheduled: "waiting", launching: "starting", in_progress: "running" };
 const SHORTCUTS = [
@@ -30,18 +28,16 @@ function element(name, attributes = {}, ...contents) {
 }
 
 // What has a name that begins with a text, then what has it in the name, then the others.
-function byName(all, wanted, nameOf) {
-  const rank = (one) => [(name) => name.startsWith(wanted), (name) => name.includes(wanted), () => true].findIndex((fits) => fits(nameOf(one).toLowerCase()));
+function byName(all, wanted) {
+  const rank = ({ text }) => [(name) => name.startsWith(wanted), (name) => name.includes(wanted), () => true].findIndex((fits) => fits(text.toLowerCase()));
   return all.toSorted((one, other) => rank(one) - rank(other));
 }
 
 // Jobs whose names, models or tags have a text, the closest names first.
 async function findJobs(text) {
-  const wanted = text.trim();
-  const query = new URLSearchParams({ search: wanted, limit: wanted ? MOST_FOUND : MOST_JOBS });
+  const query = new URLSearchParams({ search: text.trim(), sort: "match", limit: MOST_JOBS });
   const answer = await fetch(`/v1/post-training/queue?${query}`);
-  const jobs = answer.ok ? (await answer.json()).data : [];
-  return byName(jobs, wanted.toLowerCase(), (job) => job.job_uuid).slice(0, MOST_JOBS);
+  return answer.ok ? (await answer.json()).data : [];
 }
 
 // A field for the name of a job proposes those that have what is typed.
@@ -106,7 +102,7 @@ class Palette {
 
   show(jobs) {
     const wanted = this.input.value.trim().toLowerCase();
-    const found = byName([...pages.filter(({ text }) => text.toLowerCase().includes(wanted)), ...jobs], wanted, ({ text }) => text);
+    const found = byName([...pages.filter(({ text }) => text.toLowerCase().includes(wanted)), ...jobs], wanted);
     if (wanted) found.push({ text: `Jobs with "${this.input.value.trim()}"`, to: `/?${new URLSearchParams({ search: this.input.value.trim() })}`, about: "search" });
     this.list.replaceChildren(
       ...found.map(({ text, to, about }, place) => {
@@ -154,7 +150,7 @@ function isTyping(target) {
 
 // The rows of the page's list, by the links of their heads.
 function moveTo(step) {
-  const links = [...document.querySelectorAll("table.jobs tbody a.job")];
+  const links = [...document.querySelectorAll("tbody a.job")];
   if (!links.length) return;
   const row = document.activeElement.closest("tr");
   const at = links.findIndex((link) => link.closest("tr") === row);

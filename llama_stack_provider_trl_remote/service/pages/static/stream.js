@@ -20,7 +20,8 @@ export class Stream {
     this.on = on;
     this.ended = false;
     this.timer = 0;
-    document.addEventListener("visibilitychange", () => this.visible());
+    this.stopping = new AbortController();
+    document.addEventListener("visibilitychange", () => this.visible(), { signal: this.stopping.signal });
     this.open();
   }
 
@@ -62,6 +63,7 @@ export class Stream {
   // For good: a page that is shown again opens what is only closed.
   stop() {
     this.ended = true;
+    this.stopping.abort();
     clearTimeout(this.timer);
     this.close();
   }
