@@ -18,6 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import JobSpec
+from ..model.fsdp import blocks_of
 from .attention import (
     attend_in_one_kernel,
     attend_in_rows,
@@ -88,8 +89,7 @@ def compile_blocks(policy: PreTrainedModel, spec: JobSpec, device: str) -> str:
     """
     if reason := why_eager(spec, device):
         return f"not used: {reason}"
-    names = set(policy._no_split_modules or ())
-    blocks = [module for module in policy.modules() if type(module).__name__ in names]
+    blocks = list(blocks_of(policy).values())
     if reason := _why_blocks(policy, blocks):
         return f"not used: {reason}"
     _prepare_compiler()
