@@ -221,7 +221,8 @@ def _evaluate_last_step(run: Run) -> None:
     """Evaluate the trained model, unless the last step was evaluated already."""
     evaluated = run.callback.validation
     if run.spec.data.validation and (evaluated is None or evaluated[0] != run.trainer.state.global_step):
-        run.trainer.evaluate()
+        with _without_casts(run):  # as in training: torch's compiler would compile it again
+            run.trainer.evaluate()
 
 
 def _load_best(run: Run) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from llama_stack_provider_trl.recipes.fast import compiled
 from llama_stack_provider_trl.recipes.fast.cpu_attention import attend_on_cpu
 from llama_stack_provider_trl.recipes.fast.layout import Group, Layout, decoded
 from llama_stack_provider_trl.recipes.trainer.base import RecipeTrainer
-from llama_stack_provider_trl.specs.events import Event, Failed, Prepared, Progress, Reason
-from tests.required import IN_FULL
+from llama_stack_provider_trl.specs.events import Evaluated, Event, Failed, Prepared, Progress, Reason
+from tests.required import in_full
 from tests.tiny import tiny_decoder, tiny_model
 from tests.training import LORA, job_spec, of_kind, run
 
@@ -112,34 +113,60 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     torch._dynamo.reset()
 
 
+def points(events: list[Event]) -> list[Progress | Evaluated]:
+    return [*of_kind(events, Progress), *of_kind(events, Evaluated)]
+
+
 def losses(events: list[Event]) -> list[float]:
-    return [point.metrics["loss"] for point in of_kind(events, Progress)]
+    return [point.metrics["loss" if isinstance(point, Progress) else "eval_loss"] for point in points(events)]
 
 
-@IN_FULL
-@needs_compiler
-@pytest.mark.parametrize("changes", [{}, {"validation_rows": ROWS[:5]}], ids=str)
+CASES = [
+    pytest.param("sft", {"lora": LORA, "fuse_lora": "always", "validation_rows": 5}, 3, id="lora"),
+    *in_full(
+        pytest.param("sft", {}, 1, id="sft"),
+        pytest.param("sft", {"validation_rows": 5}, 2, id="sft-evaluated"),
+        pytest.param("sft", {"lora": LORA, "fuse_lora": "never", "validation_rows": 5}, 3, id="lora-of-peft"),
+    ),
+]
+"""Method, its changes, and the graphs of its blocks: for training, under LoRA also of the first block, whose input has
+no gradient; for evaluations."""
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", *in_full(pytest.param("inductor", marks=needs_compiler))])
+@pytest.mark.parametrize(("algorithm", "changes", "count"), CASES)
 def test_compiled_blocks_have_eager_losses_no_graph_per_shape_and_the_same_bits_after_a_resume(
-    changes: dict[str, Any], graphs: list[int], tmp_path: Path
+    algorithm: str,
+    changes: dict[str, Any],
+    count: int,
+    backend: str,
+    graphs: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     changes = {"rows": ROWS, "batch_size": 3, "n_epochs": 2, "save_steps": 3, **changes}
-    eager = job_spec(tmp_path, tiny_model(), **changes)
+    if evaluated := changes.get("validation_rows"):
+        changes["validation_rows"] = ROWS[:evaluated]
+    eager = job_spec(tmp_path, tiny_decoder("llama", num_hidden_layers=3), algorithm, **changes)
     _, expected = run(tmp_path / "eager", eager.changed(checkpoint_dir=tmp_path / "eager" / "checkpoints"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     spec = eager.changed(compile_blocks="always")
     status, events = run(tmp_path / "attempts" / "1", spec)
     assert status == 0, [failed.message for failed in of_kind(events, Failed)]
-    assert losses(events) == pytest.approx(losses(expected), rel=1e-5)
+    found = losses(events)
+    assert found == pytest.approx(losses(expected), rel=1e-5)
     shown = of_kind(events, Prepared)[0].effective
-    assert (shown["compiled_blocks"], shown["attention"]) == ("used in 2 of 2 blocks", compiled.NAME)
+    assert (shown["compiled_blocks"], shown["attention"]) == ("used in 3 of 3 blocks", compiled.NAME)
     assert shown["compile_seconds"] > 0
-    assert counters["stats"]["unique_graphs"] == graphs[0] > 0
+    assert counters["stats"]["unique_graphs"] == graphs[0] == count
     weights = {path.name: path.read_bytes() for path in (spec.checkpoint_dir / "final").glob("*.safetensors")}
     status, resumed = run(tmp_path / "attempts" / "2", spec, spec.checkpoint_dir / "checkpoint-3")
     assert status == 0, [failed.message for failed in of_kind(resumed, Failed)]
-    assert losses(resumed) == losses(events)[3:]
+    assert losses(resumed) == [loss for event, loss in zip(points(events), found, strict=True) if event.step > 3]
     assert weights == {path.name: path.read_bytes() for path in (spec.checkpoint_dir / "final").glob("*.safetensors")}
-    assert counters["inductor"]["fxgraph_cache_miss"] == 0  # the code of the first attempt
-    assert [path.name for path in tmp_path.glob("**/compiled")] == ["compiled"]
+    if backend == "inductor":
+        assert counters["inductor"]["fxgraph_cache_miss"] == 0  # the code of the first attempt
+        assert [path.name for path in tmp_path.glob("**/compiled")] == ["compiled"]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +180,9 @@ def test_compiled_blocks_have_eager_losses_no_graph_per_shape_and_the_same_bits_
         ({"dtype": "bf16"}, "cpu", "attention in bf16 on cpu is several operations"),
         ({}, "mps", "attention in fp32 on mps is several operations"),
         ({"algorithm": "dpo"}, "cpu", "only those of SFT are"),
-        ({"lora": LORA}, "cpu", "LoRA layers are not compiled yet"),
+        ({"lora": LORA}, "cpu", ""),
+        ({"lora": LORA.model_copy(update={"use_dora": True})}, "cpu", "its adapters are not plain LoRA"),
+        ({"lora": LORA.model_copy(update={"dropout": 0.1})}, "cpu", "dropout would leave out other units"),
         ({"ranks": 2}, "cpu", "several ranks train, which are not compiled yet"),
         ({"gradient_checkpointing": True}, "cpu", "activations are computed again, which is not compiled yet"),
         ({"padding_free": False}, "cpu", "batches have padding"),

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...errors import JobFailure
 from ...specs.events import Reason
@@ -57,8 +58,8 @@ def _why_unproven(spec: JobSpec) -> str:
     """What no test has compiled yet."""
     if spec.algorithm != "sft":
         return "only those of SFT are"
-    if spec.lora:
-        return "LoRA layers are not compiled yet"
+    if spec.lora and (spec.lora.quantize_base or spec.lora.use_dora or spec.lora.method != "lora"):
+        return "its adapters are not plain LoRA"
     if spec.ranks > 1:
         return "several ranks train, which are not compiled yet"
     if spec.compute.gradient_checkpointing:
@@ -125,7 +126,9 @@ def _compiled(kind: Any) -> type[torch.nn.Module]:
     A class, as FSDP2 has its own: transformers' checkpointing of activations and hooks stay around the compiled graph,
     and all blocks share it.
     """
-    graph = torch.compile(kind.forward, dynamic=True, fullgraph=True)
+    # transformers wraps it to compute activations again, which is decided outside of the graph.
+    computed = kind.forward.__wrapped__ if issubclass(kind, GradientCheckpointingLayer) else kind.forward
+    graph = torch.compile(computed, dynamic=True, fullgraph=True)
 
     def forward(self: Any, *args: Any, layout: Any = None, scored: Any = None, **kwargs: Any) -> Any:
         if layout is None:  # answers that are generated, and exports that are compared
