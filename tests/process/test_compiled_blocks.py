@@ -21,6 +21,9 @@ from llama_stack_provider_trl.recipes.fast.cpu_attention import attend_on_cpu
 from llama_stack_provider_trl.recipes.fast.layout import Group, Layout, decoded
 from llama_stack_provider_trl.recipes.trainer.base import RecipeTrainer
 from llama_stack_provider_trl.specs.events import Evaluated, Event, Failed, Prepared, Progress, Reason
+from llama_stack_provider_trl.specs.job import ShardingSpec
+from tests.process.rank_numbers import spec_of, trained
+from tests.ranks import Ranks
 from tests.required import in_full
 from tests.tiny import tiny_decoder, tiny_model
 from tests.training import LORA, job_spec, of_kind, run
@@ -121,6 +124,7 @@ def losses(events: list[Event]) -> list[float]:
     return [point.metrics["loss" if isinstance(point, Progress) else "eval_loss"] for point in points(events)]
 
 
+RANKS = "of several ranks only those of FULL_SHARD and SHARD_GRAD_OP without cpu_offload are"
 CASES = [
     pytest.param("sft", {"lora": LORA, "fuse_lora": "always", "validation_rows": 5}, 3, id="lora"),
     *in_full(
@@ -170,6 +174,43 @@ def test_compiled_blocks_have_eager_losses_no_graph_per_shape_and_the_same_bits_
 
 
 @pytest.mark.parametrize(
+    "before", ["compile_once_to_eager_kernels", *in_full(pytest.param("compile_once", marks=needs_compiler))]
+)
+@pytest.mark.parametrize(
+    ("algorithm", "strategy", "changes"),
+    [
+        pytest.param("sft", "FULL_SHARD", {"lora": LORA, "fuse_lora": "always"}, id="sft-full-lora"),
+        *in_full(
+            pytest.param("sft", "FULL_SHARD", {"gradient_accumulation_steps": 2}, id="sft-full"),
+            pytest.param("sft", "SHARD_GRAD_OP", {}, id="sft-grad-op"),
+            pytest.param("sft", "SHARD_GRAD_OP", {"lora": LORA, "fuse_lora": "never"}, id="sft-grad-op-lora"),
+        ),
+    ],
+)
+def test_ranks_compile_blocks_once_and_have_eager_losses_and_the_same_bits_after_a_resume(
+    algorithm: str, strategy: str, changes: dict[str, Any], before: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    model = tiny_decoder("llama", num_hidden_layers=3)
+    changes = {"rows": ROWS, "validation_rows": ROWS[:5], "save_steps": 3, "model": model, **changes}
+    eager = spec_of(tmp_path, algorithm, 2, strategy, **changes)
+    expected = trained(ranks, tmp_path, eager.changed(checkpoint_dir=tmp_path / "eager"))
+    spec, found = eager.changed(compile_blocks="always"), []
+    for number, checkpoint in (("1", None), ("2", spec.checkpoint_dir / "checkpoint-3")):
+        run_dir = tmp_path / "attempts" / number
+        codes, events = ranks.run(run_dir, spec, checkpoint, before=f"tests.process.compiling.{before}")
+        assert codes == [0, 0], [failed.message for failed in of_kind(events, Failed)]
+        assert of_kind(events, Prepared)[0].effective["compiled_blocks"] == "used in 3 of 3 blocks"
+        weights = {path.name: path.read_bytes() for path in (spec.checkpoint_dir / "final").glob("*.safetensors")}
+        found.append((events, weights))
+    (events, weights), (resumed, weights_of_resumed) = found
+    assert losses(events) == pytest.approx(losses(expected), rel=1e-5)
+    assert losses(resumed) == [
+        loss for event, loss in zip(points(events), losses(events), strict=True) if event.step > 3
+    ]
+    assert weights == weights_of_resumed
+
+
+@pytest.mark.parametrize(
     ("changes", "device", "reason"),
     [
         ({"compile_blocks": "auto"}, "cuda", "compile_blocks is 'auto'"),
@@ -183,7 +224,9 @@ def test_compiled_blocks_have_eager_losses_no_graph_per_shape_and_the_same_bits_
         ({"lora": LORA}, "cpu", ""),
         ({"lora": LORA.model_copy(update={"use_dora": True})}, "cpu", "its adapters are not plain LoRA"),
         ({"lora": LORA.model_copy(update={"dropout": 0.1})}, "cpu", "dropout would leave out other units"),
-        ({"ranks": 2}, "cpu", "several ranks train, which are not compiled yet"),
+        ({"ranks": 2, "sharding": ShardingSpec(strategy="SHARD_GRAD_OP")}, "cpu", ""),
+        ({"ranks": 2}, "cpu", RANKS),
+        ({"ranks": 2, "sharding": ShardingSpec(cpu_offload=True)}, "cpu", RANKS),
         ({"gradient_checkpointing": True}, "cpu", "activations are computed again, which is not compiled yet"),
         ({"padding_free": False}, "cpu", "batches have padding"),
         ({"tile_mlp": "always"}, "cpu", "networks compute in tiles"),

@@ -37,6 +37,8 @@ NAME = "rows_as_one_operator"
 """Of this implementation of attention, in the configuration of a model that trains."""
 COMPILED = "used"
 """How the record of compiled blocks begins."""
+SHARDED = ("FULL_SHARD", "SHARD_GRAD_OP")
+"""The strategies under which blocks of several ranks are compiled."""
 _SIZES = (4093, 2039, 1021, 509, 251, 127, 61, 31, 17)
 """Tokens of the first batch. Primes, which no size of a model is: the compiler takes equal sizes for the same one."""
 _GRAPHS = 32
@@ -60,11 +62,14 @@ def _why_unproven(spec: JobSpec) -> str:
         return "only those of SFT are"
     if spec.lora and (spec.lora.quantize_base or spec.lora.use_dora or spec.lora.method != "lora"):
         return "its adapters are not plain LoRA"
-    if spec.ranks > 1:
-        return "several ranks train, which are not compiled yet"
-    if spec.compute.gradient_checkpointing:
-        return "activations are computed again, which is not compiled yet"
-    return ""
+    sharding = spec.sharding
+    if spec.ranks > 1 and (sharding is None or sharding.strategy not in SHARDED or sharding.cpu_offload):
+        return f"of several ranks only those of {' and '.join(SHARDED)} without cpu_offload are"
+    if spec.context_parallel_size > 1:
+        return "ranks divide the tokens of a row"
+    if spec.train.averaging:
+        return "workers train apart"
+    return "activations are computed again, which is not compiled yet" if spec.compute.gradient_checkpointing else ""
 
 
 def _why_batches(spec: JobSpec, device: str) -> str:
@@ -118,6 +123,8 @@ def _prepare_compiler() -> None:
     kernels.cpp_cache_precompile_headers = False  # torch shares them in /tmp between jobs, whose code they would become
     kernels.compile_threads = 1  # no processes of its own, which would have to end with the job
     graphs.recompile_limit = _GRAPHS
+    graphs.optimize_ddp = False  # would divide the graph of a block by DDP's buckets
+    graphs.skip_fsdp_guards = False  # adapters are switched on and off in sharded blocks
 
 
 def _compiled(kind: Any) -> type[torch.nn.Module]:

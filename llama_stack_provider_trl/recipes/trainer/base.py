@@ -13,6 +13,7 @@ from ..distributed.heartbeat import heartbeat
 from ..fast.batches import forward_arguments
 from ..fast.compiled import COMPILED, compile_blocks, first_batch
 from ..fast.lora import fuse_lora
+from ..model.fsdp import reshard
 from .data_order import DataOrder
 from .later_metrics import LaterMetrics
 from .optimization import Optimization
@@ -72,6 +73,7 @@ class RecipeTrainer(StepCheckpoints, DataOrder, Optimization, SourceLosses, Late
                     scores.sum().backward()
         self.model.train()
         model.zero_grad()
+        reshard(model)
 
     @property
     def policy(self) -> Any:
