@@ -39,6 +39,11 @@ GROUPS: dict[str, list[Group]] = {
     "both": [(0, (3,)), (2, (4, 1)), (0, (2,))],
 }
 ROWS = [{"prompt": f"Count to {n}", "completion": " ".join(map(str, range(1 + n * n % 23)))} for n in range(1, 19)]
+PAIRS = [
+    {"prompt": row["prompt"], "chosen": row["completion"], "rejected": f"{n} or {'more ' * (n * n % 17)}"}
+    for n, row in enumerate(ROWS)
+]
+ROWS_OF: dict[str, list[dict[str, Any]]] = {"sft": ROWS, "dpo": PAIRS}
 
 
 @pytest.mark.parametrize("key_heads", [4, 2])
@@ -125,16 +130,18 @@ def losses(events: list[Event]) -> list[float]:
 
 
 RANKS = "of several ranks only those of FULL_SHARD and SHARD_GRAD_OP without cpu_offload are"
+OF_DPO = "of DPO only those of one process with LoRA are, whose reference is the base model"
 CASES = [
-    pytest.param("sft", {"lora": LORA, "fuse_lora": "always", "validation_rows": 5}, 3, id="lora"),
+    pytest.param("dpo", {"lora": LORA, "fuse_lora": "always", "validation_rows": 5}, 5, id="dpo-lora"),
     *in_full(
+        pytest.param("sft", {"lora": LORA, "fuse_lora": "always", "validation_rows": 5}, 3, id="lora"),
         pytest.param("sft", {}, 1, id="sft"),
         pytest.param("sft", {"validation_rows": 5}, 2, id="sft-evaluated"),
         pytest.param("sft", {"lora": LORA, "fuse_lora": "never", "validation_rows": 5}, 3, id="lora-of-peft"),
     ),
 ]
 """Method, its changes, and the graphs of its blocks: for training, under LoRA also of the first block, whose input has
-no gradient; for evaluations."""
+no gradient; for evaluations; for the reference in both."""
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", *in_full(pytest.param("inductor", marks=needs_compiler))])
@@ -148,9 +155,10 @@ def test_compiled_blocks_have_eager_losses_no_graph_per_shape_and_the_same_bits_
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    changes = {"rows": ROWS, "batch_size": 3, "n_epochs": 2, "save_steps": 3, **changes}
+    rows = ROWS_OF[algorithm]
+    changes = {"rows": rows, "batch_size": 3, "n_epochs": 2, "save_steps": 3, **changes}
     if evaluated := changes.get("validation_rows"):
-        changes["validation_rows"] = ROWS[:evaluated]
+        changes["validation_rows"] = rows[:evaluated]
     eager = job_spec(tmp_path, tiny_decoder("llama", num_hidden_layers=3), algorithm, **changes)
     _, expected = run(tmp_path / "eager", eager.changed(checkpoint_dir=tmp_path / "eager" / "checkpoints"))
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
@@ -190,8 +198,8 @@ def test_compiled_blocks_have_eager_losses_no_graph_per_shape_and_the_same_bits_
 def test_ranks_compile_blocks_once_and_have_eager_losses_and_the_same_bits_after_a_resume(
     algorithm: str, strategy: str, changes: dict[str, Any], before: str, ranks: Ranks, tmp_path: Path
 ) -> None:
-    model = tiny_decoder("llama", num_hidden_layers=3)
-    changes = {"rows": ROWS, "validation_rows": ROWS[:5], "save_steps": 3, "model": model, **changes}
+    rows, model = ROWS_OF[algorithm], tiny_decoder("llama", num_hidden_layers=3)
+    changes = {"rows": rows, "validation_rows": rows[:5], "save_steps": 3, "model": model, **changes}
     eager = spec_of(tmp_path, algorithm, 2, strategy, **changes)
     expected = trained(ranks, tmp_path, eager.changed(checkpoint_dir=tmp_path / "eager"))
     spec, found = eager.changed(compile_blocks="always"), []
@@ -220,7 +228,10 @@ def test_ranks_compile_blocks_once_and_have_eager_losses_and_the_same_bits_after
         ({"dtype": "bf16"}, "cuda", ""),
         ({"dtype": "bf16"}, "cpu", "attention in bf16 on cpu is several operations"),
         ({}, "mps", "attention in fp32 on mps is several operations"),
-        ({"algorithm": "dpo"}, "cpu", "only those of SFT are"),
+        ({"algorithm": "dpo", "lora": LORA}, "cpu", ""),
+        ({"algorithm": "dpo"}, "cpu", OF_DPO),
+        ({"algorithm": "dpo", "lora": LORA, "ranks": 2, "sharding": ShardingSpec()}, "cpu", OF_DPO),
+        ({"algorithm": "simpo"}, "cpu", "only those of SFT and DPO are"),
         ({"lora": LORA}, "cpu", ""),
         ({"lora": LORA.model_copy(update={"use_dora": True})}, "cpu", "its adapters are not plain LoRA"),
         ({"lora": LORA.model_copy(update={"dropout": 0.1})}, "cpu", "dropout would leave out other units"),

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...errors import JobFailure
+from ...specs import methods
 from ...specs.events import Reason
 from ...specs.job import JobSpec
 from ..model.fsdp import blocks_of
@@ -58,8 +59,10 @@ def why_eager(spec: JobSpec, device: str) -> str:
 
 def _why_unproven(spec: JobSpec) -> str:
     """What no test has compiled yet."""
-    if spec.algorithm != "sft":
-        return "only those of SFT are"
+    if spec.algorithm not in methods.COMPILED:
+        return f"only those of {' and '.join(methods.METHODS[name].title for name in methods.COMPILED)} are"
+    if spec.algorithm == "dpo" and (not spec.lora or spec.reference_source != spec.source or spec.ranks > 1):
+        return "of DPO only those of one process with LoRA are, whose reference is the base model"
     if spec.lora and (spec.lora.quantize_base or spec.lora.use_dora or spec.lora.method != "lora"):
         return "its adapters are not plain LoRA"
     sharding = spec.sharding
