@@ -61,8 +61,8 @@ def _why_unproven(spec: JobSpec) -> str:
     """What no test has compiled yet."""
     if spec.algorithm not in methods.COMPILED:
         return f"only those of {' and '.join(methods.METHODS[name].title for name in methods.COMPILED)} are"
-    if spec.algorithm == "dpo" and (not spec.lora or spec.reference_source != spec.source or spec.ranks > 1):
-        return "of DPO only those of one process with LoRA are, whose reference is the base model"
+    if spec.algorithm == "dpo" and (spec.reference_source != spec.source or spec.ranks > 1):
+        return "of DPO only those of one process are, whose reference is the base model"
     if spec.lora and (spec.lora.quantize_base or spec.lora.use_dora or spec.lora.method != "lora"):
         return "its adapters are not plain LoRA"
     sharding = spec.sharding
