@@ -61,8 +61,8 @@ def _why_unproven(spec: JobSpec) -> str:
     """What no test has compiled yet."""
     if spec.algorithm not in methods.COMPILED:
         return f"only those of {' and '.join(methods.METHODS[name].title for name in methods.COMPILED)} are"
-    if spec.algorithm == "dpo" and (spec.reference_source != spec.source or spec.ranks > 1):
-        return "of DPO only those of one process are, whose reference is the base model"
+    if spec.algorithm == "dpo" and (spec.reference_source != spec.source or (spec.ranks > 1 and not spec.lora)):
+        return "of DPO only those with LoRA or of one process are, whose reference is the base model"
     if spec.lora and (spec.lora.quantize_base or spec.lora.use_dora or spec.lora.method != "lora"):
         return "its adapters are not plain LoRA"
     sharding = spec.sharding
@@ -70,9 +70,7 @@ def _why_unproven(spec: JobSpec) -> str:
         return f"of several ranks only those of {' and '.join(SHARDED)} without cpu_offload are"
     if spec.context_parallel_size > 1:
         return "ranks divide the tokens of a row"
-    if spec.train.averaging:
-        return "workers train apart"
-    return "activations are computed again, which is not compiled yet" if spec.compute.gradient_checkpointing else ""
+    return "workers train apart" if spec.train.averaging else ""
 
 
 def _why_batches(spec: JobSpec, device: str) -> str:
