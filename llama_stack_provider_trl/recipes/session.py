@@ -193,7 +193,9 @@ def _score_reference(run: Run) -> bool:
     if not precomputes(run.spec):
         return True
     should_stop = lambda: run.callback.decide() is Decision.stop  # noqa: E731
-    record = Precomputation(run.trainer, run.writer.heartbeat, should_stop).run()
+    # Blocks are compiled for the first batch of a training, whose kernels are to be those of its resumed attempts.
+    with torch.compiler.set_stance("force_eager"):
+        record = Precomputation(run.trainer, run.writer.heartbeat, should_stop).run()
     run.callback.effective["reference"] = record
     return record is not None
 
@@ -221,7 +223,8 @@ def _evaluate_last_step(run: Run) -> None:
     """Evaluate the trained model, unless the last step was evaluated already."""
     evaluated = run.callback.validation
     if run.spec.data.validation and (evaluated is None or evaluated[0] != run.trainer.state.global_step):
-        run.trainer.evaluate()
+        with _without_casts(run):  # as in training: torch's compiler would compile it again
+            run.trainer.evaluate()
 
 
 def _load_best(run: Run) -> dict[str, Any]:

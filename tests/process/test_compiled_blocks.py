@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from llama_stack_provider_trl.recipes.fast import compiled
 from llama_stack_provider_trl.recipes.fast.cpu_attention import attend_on_cpu
 from llama_stack_provider_trl.recipes.fast.layout import Group, Layout, decoded
 from llama_stack_provider_trl.recipes.trainer.base import RecipeTrainer
-from llama_stack_provider_trl.specs.events import Event, Failed, Prepared, Progress, Reason
-from tests.required import IN_FULL
+from llama_stack_provider_trl.specs.events import Evaluated, Event, Failed, Prepared, Progress, Reason
+from llama_stack_provider_trl.specs.job import ShardingSpec
+from tests.process.rank_numbers import spec_of, trained
+from tests.ranks import Ranks
+from tests.required import in_full
 from tests.tiny import tiny_decoder, tiny_model
 from tests.training import LORA, job_spec, of_kind, run
 
@@ -35,6 +39,11 @@ GROUPS: dict[str, list[Group]] = {
     "both": [(0, (3,)), (2, (4, 1)), (0, (2,))],
 }
 ROWS = [{"prompt": f"Count to {n}", "completion": " ".join(map(str, range(1 + n * n % 23)))} for n in range(1, 19)]
+PAIRS = [
+    {"prompt": row["prompt"], "chosen": row["completion"], "rejected": f"{n} or {'more ' * (n * n % 17)}"}
+    for n, row in enumerate(ROWS)
+]
+ROWS_OF: dict[str, list[dict[str, Any]]] = {"sft": ROWS, "dpo": PAIRS}
 
 
 @pytest.mark.parametrize("key_heads", [4, 2])
@@ -112,34 +121,109 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     torch._dynamo.reset()
 
 
+def points(events: list[Event]) -> list[Progress | Evaluated]:
+    return [*of_kind(events, Progress), *of_kind(events, Evaluated)]
+
+
 def losses(events: list[Event]) -> list[float]:
-    return [point.metrics["loss"] for point in of_kind(events, Progress)]
+    return [point.metrics["loss" if isinstance(point, Progress) else "eval_loss"] for point in points(events)]
 
 
-@IN_FULL
-@needs_compiler
-@pytest.mark.parametrize("changes", [{}, {"validation_rows": ROWS[:5]}], ids=str)
+RANKS = "of several ranks only those of FULL_SHARD and SHARD_GRAD_OP without cpu_offload are"
+OF_DPO = "of DPO only those with LoRA or of one process are, whose reference is the base model"
+CASES = [
+    pytest.param("sft", {"lora": LORA, "fuse_lora": "always", "validation_rows": 5}, 3, id="lora"),
+    *in_full(
+        pytest.param("dpo", {"validation_rows": 5}, 3, id="dpo"),
+        pytest.param("dpo", {"lora": LORA, "fuse_lora": "always", "validation_rows": 5}, 5, id="dpo-lora"),
+        pytest.param("sft", {"gradient_checkpointing": True}, 1, id="checkpointing"),
+        pytest.param("sft", {}, 1, id="sft"),
+        pytest.param("sft", {"validation_rows": 5}, 2, id="sft-evaluated"),
+        pytest.param("sft", {"lora": LORA, "fuse_lora": "never", "validation_rows": 5}, 3, id="lora-of-peft"),
+    ),
+]
+"""Method, its changes, and the graphs of its blocks: for training, under LoRA also of the first block, whose input has
+no gradient; for evaluations; for the reference in both."""
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", *in_full(pytest.param("inductor", marks=needs_compiler))])
+@pytest.mark.parametrize(("algorithm", "changes", "count"), CASES)
 def test_compiled_blocks_have_eager_losses_no_graph_per_shape_and_the_same_bits_after_a_resume(
-    changes: dict[str, Any], graphs: list[int], tmp_path: Path
+    algorithm: str,
+    changes: dict[str, Any],
+    count: int,
+    backend: str,
+    graphs: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    changes = {"rows": ROWS, "batch_size": 3, "n_epochs": 2, "save_steps": 3, **changes}
-    eager = job_spec(tmp_path, tiny_model(), **changes)
+    rows = ROWS_OF[algorithm]
+    changes = {"rows": rows, "batch_size": 3, "n_epochs": 2, "save_steps": 3, **changes}
+    if evaluated := changes.get("validation_rows"):
+        changes["validation_rows"] = rows[:evaluated]
+    eager = job_spec(tmp_path, tiny_decoder("llama", num_hidden_layers=3), algorithm, **changes)
     _, expected = run(tmp_path / "eager", eager.changed(checkpoint_dir=tmp_path / "eager" / "checkpoints"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     spec = eager.changed(compile_blocks="always")
     status, events = run(tmp_path / "attempts" / "1", spec)
     assert status == 0, [failed.message for failed in of_kind(events, Failed)]
-    assert losses(events) == pytest.approx(losses(expected), rel=1e-5)
+    found = losses(events)
+    assert found == pytest.approx(losses(expected), rel=1e-5)
     shown = of_kind(events, Prepared)[0].effective
-    assert (shown["compiled_blocks"], shown["attention"]) == ("used in 2 of 2 blocks", compiled.NAME)
+    assert (shown["compiled_blocks"], shown["attention"]) == ("used in 3 of 3 blocks", compiled.NAME)
     assert shown["compile_seconds"] > 0
-    assert counters["stats"]["unique_graphs"] == graphs[0] > 0
+    assert counters["stats"]["unique_graphs"] == graphs[0] == count
     weights = {path.name: path.read_bytes() for path in (spec.checkpoint_dir / "final").glob("*.safetensors")}
     status, resumed = run(tmp_path / "attempts" / "2", spec, spec.checkpoint_dir / "checkpoint-3")
     assert status == 0, [failed.message for failed in of_kind(resumed, Failed)]
-    assert losses(resumed) == losses(events)[3:]
+    assert losses(resumed) == [loss for event, loss in zip(points(events), found, strict=True) if event.step > 3]
     assert weights == {path.name: path.read_bytes() for path in (spec.checkpoint_dir / "final").glob("*.safetensors")}
-    assert counters["inductor"]["fxgraph_cache_miss"] == 0  # the code of the first attempt
-    assert [path.name for path in tmp_path.glob("**/compiled")] == ["compiled"]
+    if backend == "inductor":
+        assert counters["inductor"]["fxgraph_cache_miss"] == 0  # the code of the first attempt
+        assert [path.name for path in tmp_path.glob("**/compiled")] == ["compiled"]
+
+
+@pytest.mark.parametrize(
+    "before", ["compile_once_to_eager_kernels", *in_full(pytest.param("compile_once", marks=needs_compiler))]
+)
+@pytest.mark.parametrize(
+    ("algorithm", "strategy", "changes"),
+    [
+        pytest.param(
+            "dpo",
+            "FULL_SHARD",
+            {"lora": LORA, "fuse_lora": "always", "gradient_checkpointing": True, "n_epochs": 1},
+            id="dpo-full-checkpointing",
+        ),
+        *in_full(
+            pytest.param("sft", "FULL_SHARD", {"lora": LORA, "fuse_lora": "always"}, id="sft-full-lora"),
+            pytest.param("sft", "FULL_SHARD", {"gradient_accumulation_steps": 2}, id="sft-full"),
+            pytest.param("sft", "SHARD_GRAD_OP", {}, id="sft-grad-op"),
+            pytest.param("sft", "SHARD_GRAD_OP", {"lora": LORA, "fuse_lora": "never"}, id="sft-grad-op-lora"),
+        ),
+    ],
+)
+def test_ranks_compile_blocks_once_and_have_eager_losses_and_the_same_bits_after_a_resume(
+    algorithm: str, strategy: str, changes: dict[str, Any], before: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    rows, model = ROWS_OF[algorithm], tiny_decoder("llama", num_hidden_layers=3)
+    changes = {"rows": rows, "validation_rows": rows[:5], "save_steps": 3, "model": model, **changes}
+    eager = spec_of(tmp_path, algorithm, 2, strategy, **changes)
+    expected = trained(ranks, tmp_path, eager.changed(checkpoint_dir=tmp_path / "eager"))
+    spec, found = eager.changed(compile_blocks="always"), []
+    for number, checkpoint in (("1", None), ("2", spec.checkpoint_dir / "checkpoint-3")):
+        run_dir = tmp_path / "attempts" / number
+        codes, events = ranks.run(run_dir, spec, checkpoint, before=f"tests.process.compiling.{before}")
+        assert codes == [0, 0], [failed.message for failed in of_kind(events, Failed)]
+        assert of_kind(events, Prepared)[0].effective["compiled_blocks"] == "used in 3 of 3 blocks"
+        weights = {path.name: path.read_bytes() for path in (spec.checkpoint_dir / "final").glob("*.safetensors")}
+        found.append((events, weights))
+    (events, weights), (resumed, weights_of_resumed) = found
+    assert losses(events) == pytest.approx(losses(expected), rel=1e-5)
+    assert losses(resumed) == [
+        loss for event, loss in zip(points(events), losses(events), strict=True) if event.step > 3
+    ]
+    assert weights == weights_of_resumed
 
 
 @pytest.mark.parametrize(
@@ -152,10 +236,18 @@ def test_compiled_blocks_have_eager_losses_no_graph_per_shape_and_the_same_bits_
         ({"dtype": "bf16"}, "cuda", ""),
         ({"dtype": "bf16"}, "cpu", "attention in bf16 on cpu is several operations"),
         ({}, "mps", "attention in fp32 on mps is several operations"),
-        ({"algorithm": "dpo"}, "cpu", "only those of SFT are"),
-        ({"lora": LORA}, "cpu", "LoRA layers are not compiled yet"),
-        ({"ranks": 2}, "cpu", "several ranks train, which are not compiled yet"),
-        ({"gradient_checkpointing": True}, "cpu", "activations are computed again, which is not compiled yet"),
+        ({"algorithm": "dpo", "lora": LORA}, "cpu", ""),
+        ({"algorithm": "dpo"}, "cpu", ""),
+        ({"algorithm": "dpo", "lora": LORA, "ranks": 2, "sharding": ShardingSpec()}, "cpu", ""),
+        ({"algorithm": "dpo", "ranks": 2, "sharding": ShardingSpec()}, "cpu", OF_DPO),
+        ({"algorithm": "simpo"}, "cpu", "only those of SFT and DPO are"),
+        ({"lora": LORA}, "cpu", ""),
+        ({"lora": LORA.model_copy(update={"use_dora": True})}, "cpu", "its adapters are not plain LoRA"),
+        ({"lora": LORA.model_copy(update={"dropout": 0.1})}, "cpu", "dropout would leave out other units"),
+        ({"ranks": 2, "sharding": ShardingSpec(strategy="SHARD_GRAD_OP")}, "cpu", ""),
+        ({"ranks": 2}, "cpu", RANKS),
+        ({"ranks": 2, "sharding": ShardingSpec(cpu_offload=True)}, "cpu", RANKS),
+        ({"gradient_checkpointing": True}, "cpu", ""),
         ({"padding_free": False}, "cpu", "batches have padding"),
         ({"tile_mlp": "always"}, "cpu", "networks compute in tiles"),
         ({"activation_offloading": True}, "cpu", "activations wait in CPU memory"),

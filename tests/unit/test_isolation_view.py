@@ -12,7 +12,7 @@ from llama_stack_provider_trl.launch.base import TaskSpec
 from llama_stack_provider_trl.launch.isolation import NO_ISOLATION, Isolation, spec_paths
 from llama_stack_provider_trl.launch.namespaces import View
 from llama_stack_provider_trl.specs.job import AttemptSpec, DpoSpec, ReferenceSpec
-from llama_stack_provider_trl.specs.methods import GrpoSpec
+from llama_stack_provider_trl.specs.methods import GrpoSpec, OrpoSpec
 from llama_stack_provider_trl.specs.model_source import ModelName, ModelSource
 from llama_stack_provider_trl.specs.preflight import PreflightSpec
 from llama_stack_provider_trl.specs.rewards import RewardModel, RewardSource
@@ -140,7 +140,8 @@ def test_a_preflight_writes_tokens_and_neither_creates_nor_sees_the_checkpoint_d
         ({"compile_blocks": "always"}, {"age": 7}, ["jobs/mine/compiled/7"]),
         ({"compile_blocks": "always"}, {"age": 8}, ["jobs/mine/compiled/8"]),
         ({"compile_blocks": "always"}, {"preflight": PreflightSpec(device="cpu")}, []),
-        ({"compile_blocks": "always", "method": DpoSpec()}, {}, []),
+        ({"compile_blocks": "always", "method": DpoSpec()}, {"age": 7}, ["jobs/mine/compiled/7"]),
+        ({"compile_blocks": "always", "method": OrpoSpec()}, {}, []),
         ({"compile_blocks": "always", "work": generated_by(Path("/usr/bin/python3"))}, {}, []),
         ({"compile_blocks": "auto"}, {}, []),
     ],

@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...errors import JobFailure
+from ...specs import methods
 from ...specs.events import Reason
 from ...specs.job import JobSpec
+from ..model.fsdp import blocks_of
 from .attention import (
     attend_in_one_kernel,
     attend_in_rows,
@@ -35,6 +38,8 @@ NAME = "rows_as_one_operator"
 """Of this implementation of attention, in the configuration of a model that trains."""
 COMPILED = "used"
 """How the record of compiled blocks begins."""
+SHARDED = ("FULL_SHARD", "SHARD_GRAD_OP")
+"""The strategies under which blocks of several ranks are compiled."""
 _SIZES = (4093, 2039, 1021, 509, 251, 127, 61, 31, 17)
 """Tokens of the first batch. Primes, which no size of a model is: the compiler takes equal sizes for the same one."""
 _GRAPHS = 32
@@ -54,15 +59,18 @@ def why_eager(spec: JobSpec, device: str) -> str:
 
 def _why_unproven(spec: JobSpec) -> str:
     """What no test has compiled yet."""
-    if spec.algorithm != "sft":
-        return "only those of SFT are"
-    if spec.lora:
-        return "LoRA layers are not compiled yet"
-    if spec.ranks > 1:
-        return "several ranks train, which are not compiled yet"
-    if spec.compute.gradient_checkpointing:
-        return "activations are computed again, which is not compiled yet"
-    return ""
+    if spec.algorithm not in methods.COMPILED:
+        return f"only those of {' and '.join(methods.METHODS[name].title for name in methods.COMPILED)} are"
+    if spec.algorithm == "dpo" and (spec.reference_source != spec.source or (spec.ranks > 1 and not spec.lora)):
+        return "of DPO only those with LoRA or of one process are, whose reference is the base model"
+    if spec.lora and (spec.lora.quantize_base or spec.lora.use_dora or spec.lora.method != "lora"):
+        return "its adapters are not plain LoRA"
+    sharding = spec.sharding
+    if spec.ranks > 1 and (sharding is None or sharding.strategy not in SHARDED or sharding.cpu_offload):
+        return f"of several ranks only those of {' and '.join(SHARDED)} without cpu_offload are"
+    if spec.context_parallel_size > 1:
+        return "ranks divide the tokens of a row"
+    return "workers train apart" if spec.train.averaging else ""
 
 
 def _why_batches(spec: JobSpec, device: str) -> str:
@@ -88,8 +96,7 @@ def compile_blocks(policy: PreTrainedModel, spec: JobSpec, device: str) -> str:
     """
     if reason := why_eager(spec, device):
         return f"not used: {reason}"
-    names = set(policy._no_split_modules or ())
-    blocks = [module for module in policy.modules() if type(module).__name__ in names]
+    blocks = list(blocks_of(policy).values())
     if reason := _why_blocks(policy, blocks):
         return f"not used: {reason}"
     _prepare_compiler()
@@ -117,6 +124,8 @@ def _prepare_compiler() -> None:
     kernels.cpp_cache_precompile_headers = False  # torch shares them in /tmp between jobs, whose code they would become
     kernels.compile_threads = 1  # no processes of its own, which would have to end with the job
     graphs.recompile_limit = _GRAPHS
+    graphs.optimize_ddp = False  # would divide the graph of a block by DDP's buckets
+    graphs.skip_fsdp_guards = False  # adapters are switched on and off in sharded blocks
 
 
 def _compiled(kind: Any) -> type[torch.nn.Module]:
@@ -125,7 +134,9 @@ def _compiled(kind: Any) -> type[torch.nn.Module]:
     A class, as FSDP2 has its own: transformers' checkpointing of activations and hooks stay around the compiled graph,
     and all blocks share it.
     """
-    graph = torch.compile(kind.forward, dynamic=True, fullgraph=True)
+    # transformers wraps it to compute activations again, which is decided outside of the graph.
+    computed = kind.forward.__wrapped__ if issubclass(kind, GradientCheckpointingLayer) else kind.forward
+    graph = torch.compile(computed, dynamic=True, fullgraph=True)
 
     def forward(self: Any, *args: Any, layout: Any = None, scored: Any = None, **kwargs: Any) -> Any:
         if layout is None:  # answers that are generated, and exports that are compared

@@ -43,8 +43,6 @@ def why_separate(spec: JobSpec) -> str:
         return "the loss of an installed method may depend on the batch"
     if spec.train.averaging is not None:
         return "other workers would train on other rows"
-    if spec.lora and spec.lora.dropout:
-        return _DROPOUT
     return why_random(spec)
 
 
@@ -66,6 +64,8 @@ def larger_plans(spec: JobSpec, batch_plan: BatchPlan, dataset: Dataset, device:
 
 def why_random(spec: JobSpec) -> str:
     """Why a forward of the model in training draws random numbers, which depend on the batch; empty: it draws none."""
+    if spec.lora and spec.lora.dropout:
+        return _DROPOUT
     try:
         config: Any = load_config(spec.source).get_text_config()
     except JobFailure:

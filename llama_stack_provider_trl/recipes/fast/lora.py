@@ -8,8 +8,6 @@ computed again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -59,7 +57,7 @@ def fuse_lora(model: torch.nn.Module, spec: JobSpec, device: str) -> str:
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     fused = [layer for layer in layers if _is_plain(layer)]
     for layer in fused:
-        layer.forward = partial(_forward, layer, layer.forward)
+        layer.__class__ = FusedLinear
     return f"used in {len(fused)} of {len(layers)} layers"
 
 
@@ -129,17 +127,22 @@ def _is_plain(layer: Any) -> bool:
     return not (base._forward_hooks or base._forward_pre_hooks or any(one.requires_grad for one in base.parameters()))
 
 
-def _forward(layer: Any, as_peft: Callable[..., torch.Tensor], states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    name = None if args or kwargs else _active(layer)
-    if name is None:
-        return as_peft(states, *args, **kwargs)
-    base, down, up = layer.base_layer, layer.lora_A[name].weight, layer.lora_B[name].weight
-    kind, dtype = states.device.type, states.dtype
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-    elif not dtype == base.weight.dtype == down.dtype == up.dtype:
-        return as_peft(states)
-    return LoraProduct.apply(states, base.weight, base.bias, down, up, layer.scaling[name], dtype)
+class FusedLinear(Linear):
+    """PEFT's, by `LoraProduct`. A class: torch's compiler would make a graph for each object that has a forward of its
+    own."""
+
+    def forward(self, states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The layer's output."""
+        name = None if args or kwargs else _active(self)
+        if name is None:
+            return super().forward(states, *args, **kwargs)
+        base, down, up = self.base_layer, self.lora_A[name].weight, self.lora_B[name].weight
+        kind, dtype = states.device.type, states.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        elif not dtype == base.weight.dtype == down.dtype == up.dtype:
+            return super().forward(states)
+        return LoraProduct.apply(states, base.weight, base.bias, down, up, self.scaling[name], dtype)
 
 
 def _active(layer: Any) -> str | None:

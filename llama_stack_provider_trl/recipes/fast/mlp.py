@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ...specs.job import JobSpec
+from ..model.fsdp import blocks_of
 
 LONG = 16_384
 """Tokens of a batch, beyond which it is computed in tiles: micro steps are merged up to these."""
@@ -52,8 +53,7 @@ def tile_mlp(model: PreTrainedModel, spec: JobSpec, device: str) -> str:
     """
     if reason := why_whole(spec, device):
         return f"not used: {reason}"
-    names = set(model._no_split_modules or ())
-    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    blocks = blocks_of(model).values()
     networks: list[Any] = [network for block in blocks if is_of_tokens(network := getattr(block, "mlp", None))]
     for network in networks:
         network.forward = partial(_forward, network.forward)

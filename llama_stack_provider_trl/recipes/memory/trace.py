@@ -36,7 +36,7 @@ from ..model.adapters import REFERENCE, has_reference_adapter
 from ..model.attention import passes_padding_mask, set_attention
 from ..model.configs import DAMAGE, invalid_model
 from ..model.files import stored_dtype
-from ..model.fsdp import is_sharded, num_shards
+from ..model.fsdp import blocks_of, is_sharded, num_shards
 from ..model.loading import (
     WeightStorage,
     adapter_config,
@@ -293,7 +293,7 @@ def _sizes(source: ModelSource, spec: JobSpec) -> Traced:
     with torch.device("meta"):
         model = _built(config, source, spec)
     total = sum(weight.numel() for weight in model.parameters())
-    numbers = _numbers(model, _blocks(model))
+    numbers = _numbers(model)
     return Traced(trainable=0, in_8_bits=0, frozen=total, **_files(config, source, spec), windows=(), **numbers)
 
 
@@ -341,8 +341,8 @@ def _blocks_are_alike(config: Any, source: ModelSource, spec: JobSpec) -> bool:
     known = config.to_json_string()
     if known not in _ALIKE:  # this builds the whole depth, which takes a second for 80 blocks
         with torch.device("meta"):
-            blocks = _blocks(_built(config, source, spec))
-        _ALIKE[known] = len({sum(weight.numel() for weight in block.parameters()) for _, block in blocks}) == 1
+            blocks = blocks_of(_built(config, source, spec)).values()
+        _ALIKE[known] = len({sum(weight.numel() for weight in block.parameters()) for block in blocks}) == 1
     return _ALIKE[known]
 
 
@@ -359,11 +359,6 @@ def _built(config: Any, source: ModelSource, spec: JobSpec) -> PreTrainedModel:
         return auto.from_config(config, dtype=dtype, trust_remote_code=source.trust_remote_code)
     except (*DAMAGE, RuntimeError) as error:
         raise invalid_model(source.model, "its config.json describes no causal language model", error) from error
-
-
-def _blocks(model: PreTrainedModel) -> list[tuple[str, torch.nn.Module]]:
-    names = set(model._no_split_modules or ())
-    return [(name, module) for name, module in model.named_modules() if type(module).__name__ in names]
 
 
 def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
@@ -383,8 +378,8 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
             tile_mlp(model, spec, kind)
             if not spec.trains_reward:
                 fuse_head(model, ("log_probs",) if spec.has_pairs else ("log_probs", "is_top1"))
-            blocks = _blocks(model)
-            numbers = _numbers(model, blocks)
+            blocks = list(blocks_of(model).values())
+            numbers = _numbers(model)
             if spec.train.qat:
                 quantize(spec, model)
             trained: Any = (
@@ -424,7 +419,7 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
                     weight.grad = torch.zeros_like(weight)
                     live.became_gradient(weight.grad)
                 weight.register_post_accumulate_grad_hook(lambda weight: live.became_gradient(weight.grad))
-        _mark_middle([block for _, block in blocks], live)
+        _mark_middle(blocks, live)
         stack.enter_context(traced_experts())
         stack.enter_context(_head_of(spec, kind, live, config))
         stack.enter_context(live)
@@ -616,13 +611,11 @@ def _score_reference(model: Any, spec: JobSpec, batch: Batch, kind: str, referen
         return _score(reference or model, spec, batch, kind)
 
 
-def _numbers(model: PreTrainedModel, blocks: list[tuple[str, torch.nn.Module]]) -> dict[str, Any]:
-    sizes = [sum(weight.numel() for weight in block.parameters()) for _, block in blocks]
+def _numbers(model: PreTrainedModel) -> dict[str, Any]:
+    blocks = blocks_of(model).values()
+    sizes = [sum(weight.numel() for weight in block.parameters()) for block in blocks]
     linear = [
-        module.weight.numel()
-        for _, block in blocks
-        for module in block.modules()
-        if isinstance(module, torch.nn.Linear)
+        module.weight.numel() for block in blocks for module in block.modules() if isinstance(module, torch.nn.Linear)
     ]
     head: Any = model.get_output_embeddings() or model.score  # of a reward model
     embeddings = {id(part.weight): part.weight for part in (model.get_input_embeddings(), head)}

@@ -135,16 +135,23 @@ def sharding_on_any_device() -> Iterator[None]:
         AcceleratorState.__init__ = original
 
 
+def blocks_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The blocks of a model by their names: the modules of the classes that the architecture lists in
+    `_no_split_modules`, sharded or not."""
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    found = model.named_modules()
+    return {name: module for name, module in found if any(kind.__name__ in kinds for kind in type(module).__mro__)}
+
+
 def name_blocks(model: torch.nn.Module, accelerator: Accelerator) -> None:
     """Have accelerate make a unit of every block that the model has.
 
-    It takes the names that the architecture lists in `_no_split_modules`, and refuses a model without one of them: the
-    text model of Qwen3.5 lists the block of the vision model that it belongs to.
+    It takes all names that the architecture lists, and refuses a model without one of them: the text model of Qwen3.5
+    lists the block of the vision model that it belongs to.
     """
     _find_final_norms()
     plugin = accelerator.state.fsdp_plugin
-    there = {type(module).__name__ for module in model.modules()}
-    plugin.transformer_cls_names_to_wrap = sorted(there & set(getattr(model, "_no_split_modules", None) or ()))
+    plugin.transformer_cls_names_to_wrap = sorted({type(block).__name__ for block in blocks_of(model).values()})
 
 
 @functools.cache
@@ -225,9 +232,8 @@ def shard_frozen(
         "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
         "mesh": None if mesh is None else mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)],
     }
-    blocks = set(model._no_split_modules or ())
     # The inner ones first: Mamba lists its mixers beside the blocks that have them, and what is sharded stays so.
-    for block in reversed([module for module in model.modules() if type(module).__name__ in blocks]):
+    for block in reversed(blocks_of(model).values()):
         fully_shard(block, **options)
     embeddings = model.get_input_embeddings()
     if embeddings.weight is not getattr(model.get_output_embeddings(), "weight", None):
@@ -283,10 +289,8 @@ def _freed_units(model: Any) -> Iterator[FSDPModule]:
     the head, to which tied embeddings belong."""
     embeddings = model.get_input_embeddings()
     is_tied = embeddings.weight is getattr(model.get_output_embeddings(), "weight", None)
-    blocks = set(model._no_split_modules or ())
-    for module in model.modules():
-        is_block = any(kind.__name__ in blocks for kind in type(module).__mro__)
-        if isinstance(module, FSDPModule) and (is_block or (module is embeddings and not is_tied)):
+    for module in [*blocks_of(model).values(), *([] if is_tied else [embeddings])]:
+        if isinstance(module, FSDPModule):
             yield module
 
 

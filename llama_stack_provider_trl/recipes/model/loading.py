@@ -45,7 +45,7 @@ from .files import (
     template_of_processor,
     whole_weights,
 )
-from .fsdp import is_sharded
+from .fsdp import blocks_of, is_sharded
 from .merging import merged_later
 from .shapes import missing_weights, not_loadable, refuse_unfitting
 
@@ -495,13 +495,10 @@ def _ia3_config(wanted: list[str], feedforward: list[str], is_exact: bool) -> IA
 def linear_modules(model: PreTrainedModel) -> tuple[list[str], list[str]]:
     """Names of the linear layers inside the decoder blocks: (attention, everything else).
 
-    A block is whatever the architecture lists in `_no_split_modules`; the output projection is in no block. Of a
-    vision-language model only the blocks of its language model count.
+    The output projection is in no block. Of a vision-language model only the blocks of its language model count.
     """
-    blocks, decoder = set(model._no_split_modules or ()), language_model(model)
-    roots = [
-        name for name, module in model.named_modules() if type(module).__name__ in blocks and name.startswith(decoder)
-    ]
+    decoder = language_model(model)
+    roots = [name for name in blocks_of(model) if name.startswith(decoder)]
     attention: list[str] = []
     other: list[str] = []
     for root in roots:

@@ -13,6 +13,7 @@ from ..distributed.heartbeat import heartbeat
 from ..fast.batches import forward_arguments
 from ..fast.compiled import COMPILED, compile_blocks, first_batch
 from ..fast.lora import fuse_lora
+from ..model.fsdp import reshard
 from .data_order import DataOrder
 from .later_metrics import LaterMetrics
 from .optimization import Optimization
@@ -60,18 +61,27 @@ class RecipeTrainer(StepCheckpoints, DataOrder, Optimization, SourceLosses, Late
         return prepared
 
     def _compile(self, model: torch.nn.Module) -> None:
-        """Compute a batch that each attempt begins with as the job will compute its own."""
+        """Compute a batch that each attempt begins with in every way in which the job will compute its own."""
         inputs = self._prepare_inputs(first_batch(self.spec, self.train_dataset))
         device = self.args.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             for training in (True, False) if self.spec.data.validation else (True,):
                 self.model.train(training)
-                with torch.set_grad_enabled(training), self.scoring():
-                    scores = self.model(**forward_arguments(inputs)).log_probs
-                if training:
-                    scores.sum().backward()
+                self.rehearse(forward_arguments(inputs), training=training)
         self.model.train()
         model.zero_grad()
+        reshard(model)
+
+    def rehearse(self, arguments: dict[str, Any], *, training: bool) -> None:
+        """Compute a batch in every way in which the job will compute its own in training, or in evaluations.
+
+        Args:
+            arguments: of a forward that scores the batch.
+        """
+        with torch.set_grad_enabled(training), self.scoring():
+            scores = self.model(**arguments).log_probs
+        if training:
+            scores.sum().backward()
 
     @property
     def policy(self) -> Any:

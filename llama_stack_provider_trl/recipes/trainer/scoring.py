@@ -12,6 +12,7 @@ from accelerate.utils import is_peft_model
 from ..model.adapters import REFERENCE
 from ..model.fsdp import is_sharded
 from .base import RecipeTrainer
+from .reference import precomputes
 from .trl_patches import with_adapter, without_adapter
 
 
@@ -38,6 +39,12 @@ class ScoresReference(RecipeTrainer):
         with self.as_reference() as model, self.scoring():
             forward = self._batches.forward_arguments(model, inputs)
             return self._batches.log_probs(model(**forward), inputs).float()
+
+    def rehearse(self, arguments: dict[str, Any], *, training: bool) -> None:
+        super().rehearse(arguments, training=training)
+        if not precomputes(self.spec):
+            with self.as_reference() as model, self.scoring():
+                model(**arguments)
 
     @contextmanager
     def as_reference(self) -> Iterator[torch.nn.Module]:
