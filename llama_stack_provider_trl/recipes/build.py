@@ -29,6 +29,7 @@ from .distributed import ranks
 from .distributed.workers import Workers
 from .fast.attention import limit_accumulators
 from .fast.context_parallel import attend_across_ranks
+from .fast.kept_attention import described as kept_in
 from .fast.mlp import tile_mlp
 from .fast.model import use_rows
 from .fast.smaller_batches import in_parts
@@ -57,6 +58,7 @@ from .preflight import (
     before_training,
     choose_answer_weights,
     choose_gradient_sync,
+    choose_kept_attention,
     memory_of,
 )
 from .reward_templates import lost_by_reward_models
@@ -134,6 +136,8 @@ class BuiltTrainer:
     """Its micro steps."""
     repeats: str
     """Whether the same job has the same bits again, and why not."""
+    kept_attention: str
+    """Whether outputs of attention are kept, and why not; empty: no activations are computed again."""
 
     @property
     def passes_mask(self) -> bool:
@@ -162,6 +166,7 @@ class BuiltTrainer:
             "head_kernels": self.head_kernels,
             **self._gradients_of_head,
             "mlp_tiles": policy.mlp_tiles,
+            **({"kept_attention": self.kept_attention} if self.kept_attention else {}),
             "repeats": self.repeats,
             **({} if (taken := self.trainer.spec.compute.accumulator_bytes) is None else {"accumulator_bytes": taken}),
             "compiled_blocks": self.trainer.compiled_blocks,
@@ -279,6 +284,7 @@ def build_trainer(
         spec, batch_plan, data.train, device, writer, requested, data.mixed.mixture, merged.unmerged
     )
     spec, repeats = keep_order(spec, repeats, memory)
+    unkept, spec = spec, choose_kept_attention(spec, device.type, memory)
     chooses_gradient_sync, spec = spec.train.gradient_sync == "auto", choose_gradient_sync(spec, memory)
     if batch_plan.needs_filler:
         data = data.with_filler()
@@ -301,7 +307,10 @@ def build_trainer(
         peft_config=None if policy.continued else policy.adapters,
     )
     trainer.keeps_gathered = choose_answer_weights(spec, memory)
-    return BuiltTrainer(trainer, data, policy, memory, head_kernels, padding_free, prompts.ids, merged, repeats)
+    kept_attention = kept_in(spec, device.type, unkept) if spec.compute.gradient_checkpointing else ""
+    return BuiltTrainer(
+        *(trainer, data, policy, memory, head_kernels, padding_free, prompts.ids, merged, repeats), kept_attention
+    )
 
 
 def load_data(

@@ -26,6 +26,7 @@ from ..specs.job import (
     FuseLora,
     GradientSync,
     HeadGradients,
+    KeepAttention,
     MergeMicroBatches,
     PeftMethod,
     Prefetch,
@@ -378,6 +379,8 @@ class ProviderOptions(Documented, CheckedNames):
     """Compute a LoRA layer's base product and its update as one operation, where numbers stay. `auto`: on cuda."""
     tile_mlp: TileMlp = "auto"
     """Compute feed-forward networks of long batches in tiles. `auto`: on cuda, where rows have above 16,384 tokens."""
+    keep_attention: KeepAttention = "auto"
+    """With activation checkpointing: keep outputs of attention. `auto`: on cuda, of long rows, where they fit."""
     compile_blocks: CompileBlocks = "auto"
     """Compile the model's blocks with torch's compiler: `always` or `never`. `auto`: `never`, until it is measured."""
     dataloader_num_workers: int | None = Field(None, ge=0, le=64)

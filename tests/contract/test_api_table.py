@@ -427,6 +427,7 @@ OPTION_ASKS: dict[str, Try] = {
     "read_metrics_later": Try("never"),
     "fuse_lora": Try("never", around={"algorithm_config": LORA}),
     "tile_mlp": Try("never"),
+    "keep_attention": Try("never", around={EFFICIENCY + "enable_activation_checkpointing": True}),
     "compile_blocks": Try("never"),
     "head_gradients": Try("backward"),
     "averaging": Try({"interval": 20}, options={"nproc_per_node": 2}),

@@ -403,7 +403,7 @@ ELSEWHERE: dict[str, str] = {
     OPTION + "read_metrics_later": "the same numbers, read later: tests/process/test_later_metrics.py",
     **{
         OPTION + name: "the same numbers, by other operations: tests/process/test_fewer_operations.py"
-        for name in ("fuse_lora", "head_gradients", "tile_mlp")
+        for name in ("fuse_lora", "head_gradients", "keep_attention", "tile_mlp")
     },
     OPTION + "compile_blocks": "the same numbers, by compiled code: tests/process/test_compiled_blocks.py",
     OPTION + "gradient_sync": "several ranks that shard the model: tests/process/test_ranks.py",

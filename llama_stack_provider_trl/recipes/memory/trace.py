@@ -28,6 +28,7 @@ from ...specs.job import JobSpec
 from ...specs.methods import DistillationSpec
 from ...specs.model_source import ModelSource
 from ...specs.optimizer_state import elements_in_8_bits
+from ..fast.kept_attention import checkpoint_arguments
 from ..fast.layout import Group, Layout
 from ..fast.lora import fuse_lora
 from ..fast.mlp import tile_mlp
@@ -160,10 +161,6 @@ def loads_reference(spec: JobSpec) -> bool:
 
 def is_quantized(spec: JobSpec) -> bool:
     return bool(spec.lora and getattr(spec.lora, "quantize_base", False))
-
-
-_KEEP_GRAPH = {"use_reentrant": False}
-"""Trainer's own choice."""
 
 
 class _LiveMemory(TorchDispatchMode):
@@ -405,7 +402,8 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
             _make_fake(reference)
         if spec.compute.gradient_checkpointing:
             model.activation_checkpointing_enable(
-                activation_checkpointing_kwargs=_KEEP_GRAPH, every_n_layers=spec.compute.checkpoint_every
+                activation_checkpointing_kwargs=checkpoint_arguments(spec, kind),
+                every_n_layers=spec.compute.checkpoint_every,
             )
             if spec.lora:
                 model.enable_input_require_grads()
