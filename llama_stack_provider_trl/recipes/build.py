@@ -30,6 +30,7 @@ from .distributed.workers import Workers
 from .fast.attention import limit_accumulators
 from .fast.context_parallel import attend_across_ranks
 from .fast.kept_attention import described as kept_in
+from .fast.liger import use_liger
 from .fast.mlp import tile_mlp
 from .fast.model import use_rows
 from .fast.smaller_batches import in_parts
@@ -115,6 +116,8 @@ class Policy:
     """The model with the adapter that the job continues."""
     mlp_tiles: str = ""
     """Whether its feed-forward networks compute in tiles, and why not."""
+    liger_kernels: str = ""
+    """Whether Liger's kernels compute in its blocks, and why not."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,7 @@ class BuiltTrainer:
             "head_kernels": self.head_kernels,
             **self._gradients_of_head,
             "mlp_tiles": policy.mlp_tiles,
+            "liger_kernels": policy.liger_kernels,
             **({"kept_attention": self.kept_attention} if self.kept_attention else {}),
             "repeats": self.repeats,
             **({} if (taken := self.trainer.spec.compute.accumulator_bytes) is None else {"accumulator_bytes": taken}),
@@ -363,6 +367,7 @@ def load_policy(spec: JobSpec, device: torch.device, warn: Callable[[str], None]
         limit_accumulators(spec.compute.accumulator_bytes)
     if spec.context_parallel_size > 1:
         attend_across_ranks(model, Workers(spec.context_parallel_size).within, spec.context_parallel_size)
+    liger_kernels = use_liger(model, spec, device.type)
     mlp_tiles = tile_mlp(model, spec, device.type)
     check_length(model, spec.data.max_seq_length)
     if spec.data.packed and not spec.compute.padding_free and (spec.uses_flash_kernels or has_placeholders(model)):
@@ -381,7 +386,7 @@ def load_policy(spec: JobSpec, device: torch.device, warn: Callable[[str], None]
     trained = None
     if adapters is not None and continues(spec):
         trained = continued(spec, model, adapters, reference=has_reference_adapter(spec))
-    return Policy(model, quantization, adapters, deferred, trained, mlp_tiles)
+    return Policy(model, quantization, adapters, deferred, trained, mlp_tiles, liger_kernels)
 
 
 def _slow_dtype(dtype: Dtype, device: torch.device) -> list[str]:

@@ -27,6 +27,7 @@ from ..specs.job import (
     GradientSync,
     HeadGradients,
     KeepAttention,
+    LigerKernels,
     MergeMicroBatches,
     PeftMethod,
     Prefetch,
@@ -383,6 +384,8 @@ class ProviderOptions(Documented, CheckedNames):
     """With activation checkpointing: keep outputs of attention. `auto`: on cuda, of long rows, where they fit."""
     compile_blocks: CompileBlocks = "auto"
     """Compile the model's blocks with torch's compiler: `always` or `never`. `auto`: `never`, until it is measured."""
+    liger_kernels: LigerKernels = "auto"
+    """Norms, rotary embeddings and activations by Liger's kernels: `always` (cuda), `never`. `auto`: `never`."""
     dataloader_num_workers: int | None = Field(None, ge=0, le=64)
     """Processes per rank that prepare batches while the device computes. Default: 2 on cuda, else 0."""
     lr_scheduler: Literal["linear", "cosine", "constant", "warmup_stable_decay"] = "linear"

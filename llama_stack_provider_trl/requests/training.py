@@ -46,6 +46,7 @@ def resolve_training(
         "tile_mlp": options.tile_mlp,
         "keep_attention": options.keep_attention,
         "compile_blocks": options.compile_blocks,
+        "liger_kernels": resolve_liger(options, device, hint),
         "head_gradients": options.head_gradients,
         "dataloader_num_workers": options.dataloader_num_workers,
         "optimizer": resolve_optimizer(training, options, METHODS[algorithm].learning_rates[has_adapters], device),
@@ -103,6 +104,18 @@ def _refuse_kept_attention(options: ProviderOptions, *, is_recomputed: bool) -> 
     name = options.attn_implementation
     if value == "always" and name not in (None, "sdpa"):
         raise InvalidRequest(field, value, f"attn_implementation {name!r} is none of torch's operators; send 'sdpa'")
+
+
+def resolve_liger(options: ProviderOptions, device: str, other_device: str = "") -> str:
+    value, field = options.liger_kernels, "provider_options.liger_kernels"
+    if value == "always" and not device.startswith("cuda"):
+        raise InvalidRequest(
+            field, value, f"Triton's kernels are for cuda, and this job trains on {device}; leave it out{other_device}"
+        )
+    if value == "always" and options.compile_blocks == "always":
+        hint = "compile_blocks 'always' makes kernels of the same operations; send one of them"
+        raise InvalidRequest(field, value, hint)
+    return value
 
 
 def resolve_attention(

@@ -49,6 +49,7 @@ ReadMetricsLater = Literal["auto", "always", "never"]
 FuseLora = Literal["auto", "always", "never"]
 HeadGradients = Literal["forward", "backward"]
 TileMlp = Literal["auto", "always", "never"]
+LigerKernels = Literal["auto", "always", "never"]
 KeepAttention = Literal["auto", "always", "never"]
 CompileBlocks = Literal["auto", "always", "never"]
 Prefetch = Literal["BACKWARD_PRE", "BACKWARD_POST"]
@@ -333,6 +334,9 @@ class ComputeSpec(Frozen):
     compile_blocks: CompileBlocks = "auto"
     """Whether torch's compiler makes few kernels of each block (`recipes.fast.compiled`). auto: not, until it is
     measured on a GPU."""
+    liger_kernels: LigerKernels = "auto"
+    """Whether Liger's Triton kernels compute norms, rotary embeddings and activations of blocks (`recipes.fast.liger`).
+    auto: not, until it is measured on a GPU."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     keep_attention: KeepAttention = "auto"

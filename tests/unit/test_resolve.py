@@ -317,6 +317,17 @@ def test_attention_is_kept_where_blocks_are_computed_again_by_torchs_operators(
     assert spec_of(sft(), saving, keep_attention="always").compute.keep_attention == "always"
 
 
+def test_ligers_kernels_are_for_gpus_and_for_blocks_that_are_not_compiled(settings: Settings) -> None:
+    with pytest.raises(
+        InvalidRequest, match=r"provider_options\.liger_kernels='always' .* trains on cpu; leave it out"
+    ):
+        spec_of(sft(), settings, liger_kernels="always")
+    gpus = Settings(data_dir=settings.data_dir, devices=("cuda:0",))
+    with pytest.raises(InvalidRequest, match="compile_blocks 'always' makes kernels of the same operations"):
+        spec_of(sft(), gpus, liger_kernels="always", compile_blocks="always")
+    assert spec_of(sft(), gpus, liger_kernels="always").compute.liger_kernels == "always"
+
+
 def test_flash_kernels_are_for_gpus_in_half_precision(settings: Settings) -> None:
     with pytest.raises(InvalidRequest, match="flash kernels are for cuda, and this job trains on cpu"):
         spec_of(sft(), settings, attn_implementation="flash_attention_2")

@@ -25,6 +25,7 @@ from ...specs.model_source import ModelSource
 from ..data.images import digest_of
 from ..data.pieces import Pieces, pieces_of
 from ..distributed import ranks
+from ..fast.liger import use_liger
 from ..fast.lora import fuse_lora
 from ..fast.mlp import tile_mlp
 from ..fast.model import use_rows
@@ -124,6 +125,7 @@ def load_reference(spec: JobSpec, device: torch.device, accelerator: Accelerator
     set_attention(spec, model)
     if spec.compute.padding_free:
         use_rows(model, device.type)
+    use_liger(model, spec, device.type)
     tile_mlp(model, spec, device.type)
     role = "teacher" if spec.method.has_teacher else "reference"
     check_length(model, spec.data.max_seq_length, f"the {role} {spec.reference_source.model!r}")
