@@ -22,7 +22,7 @@ from llama_stack_provider_trl.recipes.build import load_policy
 from llama_stack_provider_trl.recipes.data.lengths import row_lengths
 from llama_stack_provider_trl.recipes.data.packing import pack
 from llama_stack_provider_trl.recipes.data.sampling import BatchPlan
-from llama_stack_provider_trl.recipes.fast import attention
+from llama_stack_provider_trl.recipes.fast import attention, mlp
 from llama_stack_provider_trl.recipes.fast.kept_attention import checkpoint_arguments
 from llama_stack_provider_trl.recipes.fast.model import use_rows
 from llama_stack_provider_trl.recipes.memory import estimate as estimates
@@ -170,19 +170,21 @@ def held(spec: JobSpec, batch: Batch) -> Sequence[memory.Window]:
 @pytest.mark.parametrize(
     ("layers", "settings"),
     [
-        (9, {"gradient_checkpointing": True, "checkpoint_every": 2, "keep_attention": "always"}),
+        (10, {"gradient_checkpointing": True, "keep_attention": "always", "lora": LORA, "tile_mlp": "always"}),
         *in_full(
-            (9, {"gradient_checkpointing": True, "checkpoint_every": 2}),
+            (17, {"gradient_checkpointing": True, "checkpoint_every": 2}),
             (8, {}),
             (8, {"lora": LORA}),
-            (8, {"gradient_checkpointing": True}),
-            (8, {"gradient_checkpointing": True, "lora": LORA}),
+            (10, {"gradient_checkpointing": True}),
+            (10, {"gradient_checkpointing": True, "lora": LORA}),
         ),
     ],
 )
 def test_two_shallow_traces_predict_what_the_whole_depth_takes(
     tmp_path: Path, layers: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(mlp, "LONG", 64)
+    monkeypatch.setattr(mlp, "TILE", 32)
     spec = job_spec(tmp_path, shaped(layers), **settings)
     message = trace_model(spec, Batch(2, 128), "cpu")
     monkeypatch.setattr(memory, "_blocks_are_alike", lambda *_: False)

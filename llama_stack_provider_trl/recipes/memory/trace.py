@@ -262,7 +262,7 @@ def trace_model(spec: JobSpec, batch: Batch, kind: str) -> Traced:
     """
     config = load_config(spec.source)
     depth = config.get_text_config().num_hidden_layers
-    shallow = _depths(depth, spec.compute.checkpoint_every if spec.compute.gradient_checkpointing else 1)
+    shallow = _depths(depth, spec.compute.checkpoint_every if spec.compute.gradient_checkpointing else 0)
     if depth <= shallow[1] + 2 or not _blocks_are_alike(config, spec.source, spec):
         traced = _trace(config, spec, batch, kind)
     else:
@@ -272,11 +272,13 @@ def trace_model(spec: JobSpec, batch: Batch, kind: str) -> Traced:
 
 
 def _depths(depth: int, period: int) -> tuple[int, int]:
-    """Two shallow depths to trace where one of every `period` blocks is recomputed.
+    """Two shallow depths to trace where one of every `period` blocks is recomputed; 0: none is.
 
-    Their halves (see `_LiveMemory`) begin and end at the same position in a period as those of the whole depth.
+    Their halves (see `_LiveMemory`) begin and end at the same position in a period as those of the whole depth. Each
+    has a recomputed block as a whole: the middle one may get its first gradient before its own peak.
     """
-    shallow = 2 * period + depth % (2 * period)
+    least, period = (4 if period else 2), max(1, period)
+    shallow = least * period + depth % (2 * period)
     return shallow, shallow + 2 * period
 
 
