@@ -54,6 +54,7 @@ CHECKS = (
     Check("LoRA as one operation", "gpu_checks.operations:fused_lora", 150),
     Check("gradients of the head", "gpu_checks.operations:head_gradients", 150),
     Check("networks in tiles", "gpu_checks.operations:mlp_tiles", 150),
+    Check("kept attention", "gpu_checks.operations:kept_attention", 150),
     Check("compiled blocks", "gpu_checks.operations:compiled_blocks", 540),
     Check("speed at 1B", "gpu_checks.speed:throughput", 300),
     Check("NCCL hang", "gpu_checks.recovery:hang", 120, gpus=2),

@@ -29,6 +29,8 @@ from .distributed import ranks
 from .distributed.workers import Workers
 from .fast.attention import limit_accumulators
 from .fast.context_parallel import attend_across_ranks
+from .fast.kept_attention import described as kept_in
+from .fast.liger import use_liger
 from .fast.mlp import tile_mlp
 from .fast.model import use_rows
 from .fast.smaller_batches import in_parts
@@ -57,6 +59,7 @@ from .preflight import (
     before_training,
     choose_answer_weights,
     choose_gradient_sync,
+    choose_kept_attention,
     memory_of,
 )
 from .reward_templates import lost_by_reward_models
@@ -113,6 +116,8 @@ class Policy:
     """The model with the adapter that the job continues."""
     mlp_tiles: str = ""
     """Whether its feed-forward networks compute in tiles, and why not."""
+    liger_kernels: str = ""
+    """Whether Liger's kernels compute in its blocks, and why not."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,8 @@ class BuiltTrainer:
     """Its micro steps."""
     repeats: str
     """Whether the same job has the same bits again, and why not."""
+    kept_attention: str
+    """Whether outputs of attention are kept, and why not; empty: no activations are computed again."""
 
     @property
     def passes_mask(self) -> bool:
@@ -162,6 +169,8 @@ class BuiltTrainer:
             "head_kernels": self.head_kernels,
             **self._gradients_of_head,
             "mlp_tiles": policy.mlp_tiles,
+            "liger_kernels": policy.liger_kernels,
+            **({"kept_attention": self.kept_attention} if self.kept_attention else {}),
             "repeats": self.repeats,
             **({} if (taken := self.trainer.spec.compute.accumulator_bytes) is None else {"accumulator_bytes": taken}),
             "compiled_blocks": self.trainer.compiled_blocks,
@@ -272,6 +281,7 @@ def build_trainer(
         spec, batch_plan, data.train, device, writer, requested, data.mixed.mixture, merged.unmerged
     )
     spec, repeats = keep_order(spec, repeats, memory)
+    unkept, spec = spec, choose_kept_attention(spec, device.type, memory)
     chooses_gradient_sync, spec = spec.train.gradient_sync == "auto", choose_gradient_sync(spec, memory)
     if batch_plan.needs_filler:
         data = data.with_filler()
@@ -294,7 +304,10 @@ def build_trainer(
         peft_config=None if policy.continued else policy.adapters,
     )
     trainer.keeps_gathered = choose_answer_weights(spec, memory)
-    return BuiltTrainer(trainer, data, policy, memory, head_kernels, padding_free, prompts.ids, merged, repeats)
+    kept_attention = kept_in(spec, device.type, unkept) if spec.compute.gradient_checkpointing else ""
+    return BuiltTrainer(
+        *(trainer, data, policy, memory, head_kernels, padding_free, prompts.ids, merged, repeats), kept_attention
+    )
 
 
 def load_data(
@@ -347,6 +360,7 @@ def load_policy(spec: JobSpec, device: torch.device, warn: Callable[[str], None]
         limit_accumulators(spec.compute.accumulator_bytes)
     if spec.context_parallel_size > 1:
         attend_across_ranks(model, Workers(spec.context_parallel_size).within, spec.context_parallel_size)
+    liger_kernels = use_liger(model, spec, device.type)
     mlp_tiles = tile_mlp(model, spec, device.type)
     check_length(model, spec.data.max_seq_length)
     if spec.data.packed and not spec.compute.padding_free and (spec.uses_flash_kernels or has_placeholders(model)):
@@ -365,7 +379,7 @@ def load_policy(spec: JobSpec, device: torch.device, warn: Callable[[str], None]
     trained = None
     if adapters is not None and continues(spec):
         trained = continued(spec, model, adapters, reference=has_reference_adapter(spec))
-    return Policy(model, quantization, adapters, deferred, trained, mlp_tiles)
+    return Policy(model, quantization, adapters, deferred, trained, mlp_tiles, liger_kernels)
 
 
 def _slow_dtype(dtype: Dtype, device: torch.device) -> list[str]:

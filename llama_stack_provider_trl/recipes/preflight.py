@@ -31,6 +31,7 @@ from .data.prepared import Preparation
 from .data.prompts import encode_prompts
 from .data.sampling import BatchPlan
 from .distributed import ranks
+from .fast.kept_attention import chooses_to_keep
 from .fast.smaller_batches import in_parts
 from .fast.support import with_batches
 from .memory.estimate import disk_bytes, estimate
@@ -84,8 +85,8 @@ def check(
 ) -> dict[str, Any]:
     """Compare the estimated memory with the capacity. The verdict has the nearest job that fits, if it does not.
 
-    `gradient_sync` auto is decided here: whole gradients where the job fits with them. So is whether blocks stay
-    gathered while the model answers prompts.
+    `gradient_sync` auto is decided here: whole gradients where the job fits with them. So are `keep_attention` auto,
+    and whether blocks stay gathered while the model answers prompts.
 
     Args:
         requested: the job before its batches were divided (`fast.parts`); None: they were not.
@@ -96,6 +97,12 @@ def check(
         with_whole = estimate(whole, batch, device, capacity.baseline)
         if capacity.holds(with_whole):
             spec, memory = whole, with_whole
+    chooses_attention, keeps_attention = chooses_to_keep(spec, device.partition(":")[0]), False
+    if chooses_attention:
+        kept = spec.changed(keep_attention="always")
+        with_kept = estimate(kept, batch, device, capacity.baseline)
+        if keeps_attention := capacity.holds(with_kept):
+            spec, memory = kept, with_kept
     verdict: dict[str, Any] = {
         "fits": capacity.holds(memory),
         "device": device.partition(":")[0],
@@ -109,6 +116,8 @@ def check(
     }
     if accumulates_shards(spec):
         verdict["gradient_sync"] = "step" if keeps_whole_gradients(spec) else "micro_step"
+    if chooses_attention:
+        verdict["kept_attention"] = keeps_attention
     if answers_by_freed_blocks(spec):
         verdict["answer_weights"] = "kept" if _holds_gathered(spec, batch, device, capacity) else "per_token"
     if not verdict["fits"]:
@@ -196,6 +205,19 @@ def choose_gradient_sync(spec: JobSpec, verdict: dict[str, Any] | None) -> JobSp
     if accumulates_shards(spec):
         whole = bool(ranks.broadcast_number(whole))
     return spec.changed(gradient_sync="step" if whole else "micro_step")
+
+
+def choose_kept_attention(spec: JobSpec, device: str, verdict: dict[str, Any] | None) -> JobSpec:
+    """The job with `keep_attention` auto replaced by rank 0's choice: that of its memory check, and never without one.
+    A collective.
+
+    Args:
+        device: its type.
+    """
+    if not chooses_to_keep(spec, device):
+        return spec
+    keeps = ranks.broadcast_number(verdict is not None and verdict.get("kept_attention", False))
+    return spec.changed(keep_attention="always" if keeps else "never")
 
 
 def answers_by_freed_blocks(spec: JobSpec) -> bool:

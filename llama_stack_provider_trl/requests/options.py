@@ -26,6 +26,8 @@ from ..specs.job import (
     FuseLora,
     GradientSync,
     HeadGradients,
+    KeepAttention,
+    LigerKernels,
     MergeMicroBatches,
     PeftMethod,
     Prefetch,
@@ -378,8 +380,12 @@ class ProviderOptions(Documented, CheckedNames):
     """Compute a LoRA layer's base product and its update as one operation, where numbers stay. `auto`: on cuda."""
     tile_mlp: TileMlp = "auto"
     """Compute feed-forward networks of long batches in tiles. `auto`: on cuda, where rows have above 16,384 tokens."""
+    keep_attention: KeepAttention = "auto"
+    """With activation checkpointing: keep outputs of attention. `auto`: on cuda, of long rows, where they fit."""
     compile_blocks: CompileBlocks = "auto"
     """Compile the model's blocks with torch's compiler: `always` or `never`. `auto`: `never`, until it is measured."""
+    liger_kernels: LigerKernels = "auto"
+    """Norms, rotary embeddings and activations by Liger's kernels: `always` (cuda), `never`. `auto`: `never`."""
     dataloader_num_workers: int | None = Field(None, ge=0, le=64)
     """Processes per rank that prepare batches while the device computes. Default: 2 on cuda, else 0."""
     lr_scheduler: Literal["linear", "cosine", "constant", "warmup_stable_decay"] = "linear"

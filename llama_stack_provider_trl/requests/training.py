@@ -30,9 +30,11 @@ def resolve_training(
     training: TrainingConfig, options: ProviderOptions, settings: Settings, algorithm: Algorithm, *, has_adapters: bool
 ) -> dict[str, Any]:
     device, hint = device_of(options, settings, may_leave=settings.max_nodes > 1)
+    activations = resolve_activations(training, settings, device, hint)
+    _refuse_kept_attention(options, is_recomputed=activations["gradient_checkpointing"])
     return {
         "dtype": resolve_dtype("training_config.dtype", training.dtype, device, hint),
-        **resolve_activations(training, settings, device, hint),
+        **activations,
         "attention_mask": options.attention_mask,
         "attn_implementation": resolve_attention(training, options, device, hint),
         "group_by_length": options.group_by_length,
@@ -42,7 +44,9 @@ def resolve_training(
         "read_metrics_later": options.read_metrics_later,
         "fuse_lora": options.fuse_lora,
         "tile_mlp": options.tile_mlp,
+        "keep_attention": options.keep_attention,
         "compile_blocks": options.compile_blocks,
+        "liger_kernels": resolve_liger(options, device, hint),
         "head_gradients": options.head_gradients,
         "dataloader_num_workers": options.dataloader_num_workers,
         "optimizer": resolve_optimizer(training, options, METHODS[algorithm].learning_rates[has_adapters], device),
@@ -89,6 +93,29 @@ def resolve_activations(
         "checkpoint_every": settings.checkpoint_every if given is None else 1,
         "activation_offloading": bool(savers.enable_activation_offloading),
     }
+
+
+def _refuse_kept_attention(options: ProviderOptions, *, is_recomputed: bool) -> None:
+    """Refuse to keep what would be kept anyway, or what no operator of torch computes."""
+    value, field = options.keep_attention, "provider_options.keep_attention"
+    if value != "auto" and not is_recomputed:
+        hint = "no activations are computed again; set enable_activation_checkpointing, or leave it out"
+        raise InvalidRequest(field, value, hint)
+    name = options.attn_implementation
+    if value == "always" and name not in (None, "sdpa"):
+        raise InvalidRequest(field, value, f"attn_implementation {name!r} is none of torch's operators; send 'sdpa'")
+
+
+def resolve_liger(options: ProviderOptions, device: str, other_device: str = "") -> str:
+    value, field = options.liger_kernels, "provider_options.liger_kernels"
+    if value == "always" and not device.startswith("cuda"):
+        raise InvalidRequest(
+            field, value, f"Triton's kernels are for cuda, and this job trains on {device}; leave it out{other_device}"
+        )
+    if value == "always" and options.compile_blocks == "always":
+        hint = "compile_blocks 'always' makes kernels of the same operations; send one of them"
+        raise InvalidRequest(field, value, hint)
+    return value
 
 
 def resolve_attention(

@@ -49,6 +49,8 @@ ReadMetricsLater = Literal["auto", "always", "never"]
 FuseLora = Literal["auto", "always", "never"]
 HeadGradients = Literal["forward", "backward"]
 TileMlp = Literal["auto", "always", "never"]
+LigerKernels = Literal["auto", "always", "never"]
+KeepAttention = Literal["auto", "always", "never"]
 CompileBlocks = Literal["auto", "always", "never"]
 Prefetch = Literal["BACKWARD_PRE", "BACKWARD_POST"]
 
@@ -332,8 +334,15 @@ class ComputeSpec(Frozen):
     compile_blocks: CompileBlocks = "auto"
     """Whether torch's compiler makes few kernels of each block (`recipes.fast.compiled`). auto: not, until it is
     measured on a GPU."""
+    liger_kernels: LigerKernels = "auto"
+    """Whether Liger's Triton kernels compute norms, rotary embeddings and activations of blocks (`recipes.fast.liger`).
+    auto: not, until it is measured on a GPU."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
+    keep_attention: KeepAttention = "auto"
+    """With gradient_checkpointing: whether outputs of attention are kept, so that the backward pass computes only the
+    rest again (`recipes.fast.kept_attention`): the same numbers. auto: on cuda, in jobs whose rows may be long, where
+    the memory estimate fits with them."""
     checkpoint_every: int = Field(1, gt=0)
     """With gradient_checkpointing: of every so many blocks one is recomputed, the others keep their activations."""
     activation_offloading: bool = False
@@ -592,6 +601,10 @@ class JobSpec(Frozen):
         """Whether feed-forward networks may compute in tiles on a device, named as in `may_merge`."""
         return _is_chosen(self.compute.tile_mlp, device)
 
+    def keeps_attention(self, device: str) -> bool:
+        """Whether outputs of attention may be kept on a device, named as in `may_merge`."""
+        return _is_chosen(self.compute.keep_attention, device)
+
     def may_read_later(self, device: str) -> bool:
         """Whether metrics may be read a step later on a device: cpu, cuda, cuda:N or mps."""
         return self.train.read_metrics_later == "always" or (
@@ -600,9 +613,12 @@ class JobSpec(Frozen):
 
     def in_smaller_parts(self) -> JobSpec | None:
         """The same job in less memory: at most half the batch_size, and so much more accumulation that every step and
-        every evaluation sees the same rows; no whole gradients unless the job requests them, and no merged micro
-        batches. None: nothing of it is possible, since batch_size is 1, or the loss has means over the batch
-        (kto_pair)."""
+        every evaluation sees the same rows; no whole gradients and no kept attention unless the job requests them, and
+        no merged micro batches. None: nothing of it is possible, since batch_size is 1, or the loss has means over the
+        batch (kto_pair)."""
+        if self.compute.gradient_checkpointing and self.compute.keep_attention == "auto":
+            parted = self.changed(keep_attention="never")
+            return parted.in_smaller_parts() or (parted if self.keeps_attention(self.device) else None)
         if self.train.gradient_accumulation_steps > 1 and self.may_merge(self.device):
             parted = self.changed(merge_micro_batches="never")
             return parted.in_smaller_parts() or parted

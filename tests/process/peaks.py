@@ -43,7 +43,7 @@ def sharded_peak(spec: JobSpec, batch: memory.Batch) -> int:
                 weight.data = weight.data.float() if weight.requires_grad else weight.data
             trained.train()
             if spec.compute.gradient_checkpointing:
-                model.activation_checkpointing_enable(activation_checkpointing_kwargs=memory._KEEP_GRAPH)
+                model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
             keeps = spec.sharding is not None and spec.sharding.strategy == "SHARD_GRAD_OP"
             options = {"mesh": mesh, "mp_policy": mixed_precision(torch.bfloat16)}
             inputs, head = model.get_input_embeddings(), model.get_output_embeddings()

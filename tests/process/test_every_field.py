@@ -403,9 +403,10 @@ ELSEWHERE: dict[str, str] = {
     OPTION + "read_metrics_later": "the same numbers, read later: tests/process/test_later_metrics.py",
     **{
         OPTION + name: "the same numbers, by other operations: tests/process/test_fewer_operations.py"
-        for name in ("fuse_lora", "head_gradients", "tile_mlp")
+        for name in ("fuse_lora", "head_gradients", "keep_attention", "tile_mlp")
     },
     OPTION + "compile_blocks": "the same numbers, by compiled code: tests/process/test_compiled_blocks.py",
+    OPTION + "liger_kernels": "cuda only; the same numbers, by other kernels: tests/process/test_liger.py",
     OPTION + "gradient_sync": "several ranks that shard the model: tests/process/test_ranks.py",
     **{
         f"{OPTION}averaging.{field}": "several workers: tests/process/test_averaging.py, test_averaging_request.py"

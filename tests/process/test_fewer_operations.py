@@ -1,4 +1,5 @@
-"""LoRA layers as one operation, the head's gradients in the forward pass with kernels, networks in tiles of tokens.
+"""LoRA layers as one operation, the head's gradients in the forward pass with kernels, networks in tiles of tokens,
+attention that is not computed again.
 
 Each has the numbers of what it replaces, and the memory estimate knows it.
 """
@@ -13,16 +14,22 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from trl.kernels import ChunkedLogProbFunction
 
-from llama_stack_provider_trl.recipes.fast import head, lora, mlp
+from llama_stack_provider_trl.recipes.fast import head, kept_attention, lora, mlp
+from llama_stack_provider_trl.recipes.fast.support import with_batches
 from llama_stack_provider_trl.recipes.memory.estimate import estimate
+from llama_stack_provider_trl.recipes.memory.nearest import Capacity
 from llama_stack_provider_trl.recipes.memory.trace import Batch
+from llama_stack_provider_trl.recipes.model.loading import load_config
+from llama_stack_provider_trl.recipes.preflight import check, choose_kept_attention
 from llama_stack_provider_trl.recipes.trainer import trl_patches
 from llama_stack_provider_trl.recipes.trainer.trl_patches import TrlKernels
-from llama_stack_provider_trl.specs.events import Event, Prepared, Progress
+from llama_stack_provider_trl.specs.events import Event, Failed, Prepared, Progress
 from llama_stack_provider_trl.specs.job import DpoSpec, LoraSpec, ReferenceSpec
+from tests.process.supervised import UNPAIRED
 from tests.required import in_full
 from tests.tiny import tiny_decoder, tiny_model
 from tests.training import LORA, job_spec, of_kind, run
@@ -437,3 +444,138 @@ def test_the_memory_estimate_counts_the_activations_of_one_tile(
         for option in ("always", "never")
     }
     assert of["always"] < 0.3 * of["never"]
+
+
+# --- Attention that is not computed again -----------------------------------------------------------------------------
+
+
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "changes"),
+    [
+        ("sft", {"tile_mlp": "always", "dtype": "bf16", "lora": LORA}),
+        ("dpo", {}),  # whose calls for shared prompts are merged
+        ("kto", {"rows": UNPAIRED, "dtype": "bf16", "checkpoint_every": 2}),
+        *in_full(
+            ("sft", {"padding_free": False}),
+            ("sft", {"padding_free": False, "dtype": "bf16"}),
+            ("reward", {}),
+            ("dpo", {"lora": LORA, "method": DpoSpec(reference=ReferenceSpec(precompute=False))}),
+        ),
+    ],
+)
+def test_a_training_that_keeps_outputs_of_attention_has_the_bits_of_one_that_does_not(
+    algorithm: str, changes: dict[str, Any], tmp_path: Path, short_is_long: None
+) -> None:
+    made, calls, weights = {}, {}, {}
+    for option in ("always", "never"):
+        root = tmp_path / option
+        spec = job_spec(root, tiny_model(), algorithm, keep_attention=option, gradient_checkpointing=True, **changes)
+        with_batches(spec)  # tries the architecture out, once per process
+        with Calls() as counted:
+            status, made[option] = run(root, spec)
+        assert status == 0, [failed.message for failed in of_kind(made[option], Failed)]
+        calls[option] = counted.names.count(ATTENTION)
+        weights[option] = [path.read_bytes() for path in sorted((spec.checkpoint_dir / "final").glob("*.safetensors"))]
+    assert losses(made["always"]) == losses(made["never"])
+    assert weights["always"] == weights["never"] != []
+    assert 0 < calls["always"] < calls["never"]
+    assert effective(made["always"])["kept_attention"] == "used"
+    assert effective(made["never"])["kept_attention"] == "not used: keep_attention is 'never'"
+
+
+def test_a_second_forward_in_a_step_finds_weights_that_are_cast_already(tmp_path: Path) -> None:
+    spec = job_spec(tmp_path, tmp_path, gradient_checkpointing=True, keep_attention="always")
+    layer = torch.nn.Linear(16, 16)
+
+    def attend(states: torch.Tensor) -> torch.Tensor:
+        heads = layer(states).unflatten(-1, (2, 8)).transpose(1, 2)
+        attended = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        return layer(attended.transpose(1, 2).flatten(-2))
+
+    gradients = []
+    for arguments in (kept_attention.checkpoint_arguments(spec, "cpu"), {"use_reentrant": False}):
+        torch.manual_seed(0)
+        states = torch.randn(2, 1, 8, 16, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):  # casts each weight once
+            outputs = [checkpoint(attend, one, **arguments) for one in states]
+        gradients.append(torch.autograd.grad(sum(output.float().sum() for output in outputs), states)[0])
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize(("dropout", "computed"), [(0.0, 1), (0.1, 2)])
+def test_attention_that_draws_random_numbers_is_computed_again(dropout: float, computed: int, tmp_path: Path) -> None:
+    spec = job_spec(tmp_path, tmp_path, gradient_checkpointing=True, keep_attention="always")
+
+    def attend(query: torch.Tensor) -> torch.Tensor:
+        operator = torch.ops.aten._scaled_dot_product_efficient_attention.default
+        attended: torch.Tensor = operator(query, query, query, None, True, dropout)[0]
+        return attended * attended
+
+    arguments = kept_attention.checkpoint_arguments(spec, "cuda")
+    with Calls() as calls:
+        query = torch.randn(1, 2, 8, 16, device="meta", requires_grad=True)
+        checkpoint(attend, query, **arguments).sum().backward()
+    assert calls.names.count("_scaled_dot_product_efficient_attention") == computed
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "reason"),
+    [
+        ({"max_seq_length": 16_385}, "cuda", ""),
+        ({"max_seq_length": 16_384}, "cuda", "rows have at most 16,384 tokens"),
+        ({"max_seq_length": 32_768}, "cpu", "keep_attention is 'auto' and the device is cpu"),
+        ({"keep_attention": "never"}, "cuda", "keep_attention is 'never'"),
+        ({"keep_attention": "always"}, "cpu", ""),
+        ({"keep_attention": "always"}, "mps", "attention on mps is several operations"),
+        ({"keep_attention": "always", "attn_implementation": "eager"}, "cuda", "attn_implementation is 'eager'"),
+    ],
+)
+def test_jobs_with_long_rows_keep_outputs_of_attention_by_themselves_on_gpus(
+    changes: dict[str, Any], device: str, reason: str, tmp_path: Path
+) -> None:
+    spec = job_spec(tmp_path, tmp_path, gradient_checkpointing=True, **changes)
+    assert kept_attention.why_not_kept(spec, device) == reason
+    assert kept_attention.chooses_to_keep(spec, device) == (not reason and "keep_attention" not in changes)
+    assert not kept_attention.chooses_to_keep(spec.changed(gradient_checkpointing=False), device)
+
+
+def test_outputs_of_attention_are_counted_and_kept_where_they_fit(tmp_path: Path) -> None:
+    spec = job_spec(
+        tmp_path,
+        tiny_decoder("llama", num_hidden_layers=8, max_position_embeddings=20_000),
+        lora=LORA,
+        gradient_checkpointing=True,
+        max_seq_length=20_000,
+        dtype="bf16",
+        batch_size=1,
+    )
+    batch = Batch(1, 20_000)
+
+    def of(option: str) -> Any:
+        return spec.changed(keep_attention=option)
+
+    dropped, kept = (estimate(of(option), batch, "cuda") for option in ("never", "always"))
+    assert estimate(of("auto"), batch, "cuda") == dropped
+    config = load_config(spec.source)
+    outputs = 8 * 20_000 * config.num_attention_heads * (2 * config.hidden_size // config.num_attention_heads + 4)
+    # Those of the block at hand are there either way.
+    assert 0.7 * outputs < kept.activations - dropped.activations <= outputs
+    enough, less = int(kept.total * 1.11), int(kept.total * 1.09)
+    for option, limit, fits, keeps, chosen in (
+        ("auto", enough, True, True, "always"),
+        ("auto", less, True, False, "never"),
+        ("never", enough, True, None, "never"),
+        ("always", less, False, None, "always"),
+    ):
+        found = check(of(option), batch, "cuda", Capacity(limit))
+        assert (found["fits"], found.get("kept_attention")) == (fits, keeps)
+        assert choose_kept_attention(of(option), "cuda", found).compute.keep_attention == chosen
+    assert found["nearest"]["changes"] == {"provider_options.keep_attention": "never"}
+    unknown = choose_kept_attention(of("auto"), "cuda", None)
+    assert kept_attention.described(unknown, "cuda", of("auto")) == "not used: its device does not have the memory"
+    unchecked = [one.model_copy(update={"preflight": "off"}) for one in (unknown, of("auto"))]
+    why = kept_attention.described(unchecked[0], "cuda", unchecked[1])
+    assert why == "not used: the memory of the job is not estimated"

@@ -22,7 +22,8 @@ from llama_stack_provider_trl.recipes.build import load_policy
 from llama_stack_provider_trl.recipes.data.lengths import row_lengths
 from llama_stack_provider_trl.recipes.data.packing import pack
 from llama_stack_provider_trl.recipes.data.sampling import BatchPlan
-from llama_stack_provider_trl.recipes.fast import attention
+from llama_stack_provider_trl.recipes.fast import attention, mlp
+from llama_stack_provider_trl.recipes.fast.kept_attention import checkpoint_arguments
 from llama_stack_provider_trl.recipes.fast.model import use_rows
 from llama_stack_provider_trl.recipes.memory import estimate as estimates
 from llama_stack_provider_trl.recipes.memory import nearest as nearest_jobs
@@ -147,7 +148,8 @@ def held(spec: JobSpec, batch: Batch) -> Sequence[memory.Window]:
     quantize(spec, model)
     if spec.compute.gradient_checkpointing:
         model.activation_checkpointing_enable(
-            activation_checkpointing_kwargs={"use_reentrant": False}, every_n_layers=spec.compute.checkpoint_every
+            activation_checkpointing_kwargs=checkpoint_arguments(spec, "cpu"),
+            every_n_layers=spec.compute.checkpoint_every,
         )
     if spec.compute.padding_free:
         use_rows(model, "cpu")
@@ -168,18 +170,21 @@ def held(spec: JobSpec, batch: Batch) -> Sequence[memory.Window]:
 @pytest.mark.parametrize(
     ("layers", "settings"),
     [
-        (9, {"gradient_checkpointing": True, "checkpoint_every": 2}),
+        (10, {"gradient_checkpointing": True, "keep_attention": "always", "lora": LORA, "tile_mlp": "always"}),
         *in_full(
+            (17, {"gradient_checkpointing": True, "checkpoint_every": 2}),
             (8, {}),
             (8, {"lora": LORA}),
-            (8, {"gradient_checkpointing": True}),
-            (8, {"gradient_checkpointing": True, "lora": LORA}),
+            (10, {"gradient_checkpointing": True}),
+            (10, {"gradient_checkpointing": True, "lora": LORA}),
         ),
     ],
 )
 def test_two_shallow_traces_predict_what_the_whole_depth_takes(
     tmp_path: Path, layers: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(mlp, "LONG", 64)
+    monkeypatch.setattr(mlp, "TILE", 32)
     spec = job_spec(tmp_path, shaped(layers), **settings)
     message = trace_model(spec, Batch(2, 128), "cpu")
     monkeypatch.setattr(memory, "_blocks_are_alike", lambda *_: False)

@@ -172,7 +172,7 @@ SERVED = {
     *("service", "dashboard", "search", "tensorboard", "mlflow", "wandb", "trackio", "ssh", "discovery", "s3"),
     "graders",
 }
-TRAINED = {"train", "quantization", "harness", "images", "gguf", "schemas"}
+TRAINED = {"train", "quantization", "harness", "images", "gguf", "schemas", "liger"}
 NOT_IN_IMAGES = {
     "stack": "Llama Stack has images of its own",
     "ogx": "as Llama Stack",

@@ -394,6 +394,7 @@ FAULTS: dict[str, tuple[Judge, tuple[Any, ...], dict[str, tuple[Any, ...]]]] = {
             "it fails": ({operations.WITH: FAILED, operations.WITHOUT: job()}, True),
         },
     ),
+    "kept attention": OPERATIONS,
     "compiled blocks": (
         operations.judge_compiled,
         (COMPILED, job(), True),

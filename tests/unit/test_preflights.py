@@ -95,7 +95,7 @@ def test_the_answer_of_a_preflight_has_every_part_of_the_estimate() -> None:
     estimate = MemoryEstimate(*range(1, 11))
     assert sum(getattr(estimate, part) for part in PARTS) == estimate.total == sum(range(1, 11))
     beside = {"fits", "device", "devices", "estimate_bytes", "limit_bytes", "largest_batch", "nearest", "message"}
-    beside |= {"ranks_per_machine", "machine_limit_bytes", "gradient_sync"}
+    beside |= {"ranks_per_machine", "machine_limit_bytes", "gradient_sync", "kept_attention"}
     assert [name for name in MemoryVerdict.model_fields if name not in beside] == list(estimate.shown())
 
 

@@ -297,6 +297,37 @@ def test_what_needs_cuda_is_refused_elsewhere_with_the_nearest(settings: Setting
     assert spec_of(with_training(dtype="float16"), gpus).compute.dtype == "fp16"
 
 
+@pytest.mark.parametrize(
+    ("recomputes", "options", "message"),
+    [
+        (False, {"keep_attention": "always"}, "no activations are computed again; set enable_activation_checkpointing"),
+        (False, {"keep_attention": "never"}, "no activations are computed again"),
+        (True, {"keep_attention": "always", "attn_implementation": "eager"}, "'eager' is none of torch's operators"),
+    ],
+)
+def test_attention_is_kept_where_blocks_are_computed_again_by_torchs_operators(
+    settings: Settings, recomputes: bool, options: dict[str, Any], message: str
+) -> None:
+    requested = with_training(efficiency_config={"enable_activation_checkpointing": recomputes})
+    with pytest.raises(
+        InvalidRequest, match=rf"provider_options\.keep_attention='{options['keep_attention']}'.*{message}"
+    ):
+        spec_of(requested, settings, **options)
+    saving = settings.model_copy(update={"gradient_checkpointing": True})
+    assert spec_of(sft(), saving, keep_attention="always").compute.keep_attention == "always"
+
+
+def test_ligers_kernels_are_for_gpus_and_for_blocks_that_are_not_compiled(settings: Settings) -> None:
+    with pytest.raises(
+        InvalidRequest, match=r"provider_options\.liger_kernels='always' .* trains on cpu; leave it out"
+    ):
+        spec_of(sft(), settings, liger_kernels="always")
+    gpus = Settings(data_dir=settings.data_dir, devices=("cuda:0",))
+    with pytest.raises(InvalidRequest, match="compile_blocks 'always' makes kernels of the same operations"):
+        spec_of(sft(), gpus, liger_kernels="always", compile_blocks="always")
+    assert spec_of(sft(), gpus, liger_kernels="always").compute.liger_kernels == "always"
+
+
 def test_flash_kernels_are_for_gpus_in_half_precision(settings: Settings) -> None:
     with pytest.raises(InvalidRequest, match="flash kernels are for cuda, and this job trains on cpu"):
         spec_of(sft(), settings, attn_implementation="flash_attention_2")

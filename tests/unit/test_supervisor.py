@@ -757,6 +757,19 @@ def test_merged_micro_batches_that_ran_out_of_memory_are_split(world: World, mer
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("kept", ["used", "not used: its device does not have the memory"])
+def test_a_job_that_kept_outputs_of_attention_and_ran_out_of_memory_keeps_none(world: World, kept: str) -> None:
+    prepared = PREPARED.model_copy(update={"effective": {"kept_attention": kept}})
+    world.supervisor = Supervisor(world.store, world.launcher, ["cuda:0"], world.root, ports=PortRange(29500, 100))
+    world.add("a", oom_retry=True, retries=0, batch_size=1, gradient_checkpointing=True, device="cuda")
+    run_out_of_memory(world, 1, prepared)
+    assert (world.state() is JobState.launching) == (kept == "used")
+    if kept == "used":
+        assert "train with keep_attention never instead of keep_attention auto" in world.job().warnings[0]
+    chosen = {"batch_size": 1, "gradient_checkpointing": True, "gradient_sync": "micro_step", "device": "cuda"}
+    assert job_spec("a", **chosen, keep_attention="always").in_smaller_parts() is None
+
+
 @pytest.mark.parametrize("size", [1, 4])
 def test_a_job_that_ran_out_of_memory_adds_in_a_fixed_order_within_what_any_job_takes(world: World, size: int) -> None:
     world.add("a", oom_retry=True, retries=0, batch_size=size, gradient_accumulation_steps=1)

@@ -80,8 +80,8 @@ def may_shrink(job: JobRecord, attempts: Sequence[AttemptRecord], reason: Reason
     effective, smaller = job.effective.get("effective") or {}, job.spec.in_smaller_parts()
     if smaller is None or "accumulator_bytes" in effective:
         return "accumulator_bytes" in effective
-    has_merged = "merged_micro_steps" in effective
-    return has_merged or shrunk_settings(job.spec, smaller) != ("merge_micro_batches",)
+    has_changed = "merged_micro_steps" in effective or effective.get("kept_attention") == "used"
+    return has_changed or not {"merge_micro_batches", "keep_attention"}.issuperset(shrunk_settings(job.spec, smaller))
 
 
 def is_at_rung(job: JobRecord, outcome: Outcome) -> bool:
@@ -99,7 +99,7 @@ def shrunk_settings(spec: JobSpec, smaller: JobSpec) -> tuple[str, ...]:
     """The fields in which a job differs from the same one in less memory (`JobSpec.in_smaller_parts`)."""
     if smaller.data.batch_size != spec.data.batch_size:
         return ("batch_size", "gradient_accumulation_steps")
-    names = ("gradient_sync", "merge_micro_batches")
+    names = ("gradient_sync", "merge_micro_batches", "keep_attention")
     return tuple(name for name in names if smaller.value(name) != spec.value(name))
 
 

@@ -195,10 +195,10 @@ type _Found = tuple[torch.Tensor, torch.Tensor]
 
 
 def _merged(one: _Found, other: _Found) -> _Found:
-    """The attention of queries to two sets of keys. Overwrites the first output."""
+    """The attention of queries to two sets of keys. Overwrites neither output: one may be kept (`kept_attention`)."""
     both = torch.logaddexp(one[1], other[1])
     weights = [(log_sum - both).exp_()[..., None] for _, log_sum in (one, other)]
-    return one[0].mul_(weights[0]).addcmul_(other[0], weights[1]), both
+    return (one[0] * weights[0]).addcmul_(other[0], weights[1]), both
 
 
 AttentionInterface.register(NAME_ON_CPU, attend_on_cpu)

@@ -70,7 +70,7 @@ _QUANTIZING = 14
 def estimate(spec: JobSpec, batch: Batch, device: str, baseline: int = 0) -> MemoryEstimate:
     """The memory that each device (or, on a CPU, each rank) needs at its peak.
 
-    `gradient_sync` auto counts as micro_step, which always remains possible.
+    `gradient_sync` auto counts as micro_step and `keep_attention` auto as never, which always remain possible.
 
     Args:
         batch: the largest one that a rank will see.

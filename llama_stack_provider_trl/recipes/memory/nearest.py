@@ -129,6 +129,9 @@ def _same_result(spec: JobSpec, max_ranks: int, may_offload: bool) -> Iterator[_
         field = "provider_options.gradient_sync"
         made = (_Change((("gradient_sync", "micro_step"),), ((field, "micro_step"),)),)
         yield made
+    if spec.compute.gradient_checkpointing and spec.compute.keep_attention == "always":
+        made = (*made, _Change((("keep_attention", "never"),), (("provider_options.keep_attention", "never"),)))
+        yield made
     if not spec.compute.gradient_checkpointing or spec.compute.checkpoint_every > 1:
         field = "training_config.efficiency_config.enable_activation_checkpointing"
         made = (*made, _Change((("gradient_checkpointing", True), ("checkpoint_every", 1)), ((field, True),)))

@@ -28,6 +28,7 @@ from ...specs.job import JobSpec
 from ...specs.methods import DistillationSpec
 from ...specs.model_source import ModelSource
 from ...specs.optimizer_state import elements_in_8_bits
+from ..fast.kept_attention import checkpoint_arguments
 from ..fast.layout import Group, Layout
 from ..fast.lora import fuse_lora
 from ..fast.mlp import tile_mlp
@@ -162,10 +163,6 @@ def is_quantized(spec: JobSpec) -> bool:
     return bool(spec.lora and getattr(spec.lora, "quantize_base", False))
 
 
-_KEEP_GRAPH = {"use_reentrant": False}
-"""Trainer's own choice."""
-
-
 class _LiveMemory(TorchDispatchMode):
     """Counts the bytes of all live storages, by kind, and their peak.
 
@@ -265,7 +262,7 @@ def trace_model(spec: JobSpec, batch: Batch, kind: str) -> Traced:
     """
     config = load_config(spec.source)
     depth = config.get_text_config().num_hidden_layers
-    shallow = _depths(depth, spec.compute.checkpoint_every if spec.compute.gradient_checkpointing else 1)
+    shallow = _depths(depth, spec.compute.checkpoint_every if spec.compute.gradient_checkpointing else 0)
     if depth <= shallow[1] + 2 or not _blocks_are_alike(config, spec.source, spec):
         traced = _trace(config, spec, batch, kind)
     else:
@@ -275,11 +272,13 @@ def trace_model(spec: JobSpec, batch: Batch, kind: str) -> Traced:
 
 
 def _depths(depth: int, period: int) -> tuple[int, int]:
-    """Two shallow depths to trace where one of every `period` blocks is recomputed.
+    """Two shallow depths to trace where one of every `period` blocks is recomputed; 0: none is.
 
-    Their halves (see `_LiveMemory`) begin and end at the same position in a period as those of the whole depth.
+    Their halves (see `_LiveMemory`) begin and end at the same position in a period as those of the whole depth. Each
+    has a recomputed block as a whole: the middle one may get its first gradient before its own peak.
     """
-    shallow = 2 * period + depth % (2 * period)
+    least, period = (4 if period else 2), max(1, period)
+    shallow = least * period + depth % (2 * period)
     return shallow, shallow + 2 * period
 
 
@@ -400,7 +399,8 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
             _make_fake(reference)
         if spec.compute.gradient_checkpointing:
             model.activation_checkpointing_enable(
-                activation_checkpointing_kwargs=_KEEP_GRAPH, every_n_layers=spec.compute.checkpoint_every
+                activation_checkpointing_kwargs=checkpoint_arguments(spec, kind),
+                every_n_layers=spec.compute.checkpoint_every,
             )
             if spec.lora:
                 model.enable_input_require_grads()

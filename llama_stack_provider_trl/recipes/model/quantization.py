@@ -230,13 +230,13 @@ def _check_layers(model: PreTrainedModel, modules: dict[str, torch.nn.Module], g
         )
 
 
-def library(name: str, feature: str) -> ModuleType:
-    """Import a module of the extra `quantization`. Raises JobFailure: invalid_request, when it is not installed."""
+def library(name: str, feature: str, extra: str = "quantization") -> ModuleType:
+    """Import a module of an extra. Raises JobFailure: invalid_request, when it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise JobFailure(
             Reason.invalid_request,
             f"{feature} needs {name.partition('.')[0]}, which the environment that trains ({sys.executable}) cannot "
-            f"import: {error}. Install the extra there: pip install 'llama_stack_provider_trl[quantization]'.",
+            f"import: {error}. Install the extra there: pip install 'llama_stack_provider_trl[{extra}]'.",
         ) from error

@@ -16,6 +16,7 @@ from ...specs.events import Reason
 from ...specs.job import JobSpec, OptimizerSpec
 from ...specs.schedules import warmup_steps
 from ..distributed.ranks import COLLECTIVE_TIMEOUT
+from ..fast.kept_attention import checkpoint_arguments
 from ..model.fsdp import fsdp_arguments, is_sharded
 from .adamw_8bit import AdamW8Bit
 from .loader import loader_arguments
@@ -119,8 +120,11 @@ def _trainer_arguments(spec: JobSpec, device: torch.device) -> dict[str, Any]:
         "per_device_eval_batch_size": spec.data.evaluated_batch_size,
         "gradient_accumulation_steps": spec.train.gradient_accumulation_steps,
         "activation_checkpointing": spec.compute.gradient_checkpointing,
-        "activation_checkpointing_kwargs": {"every_n_layers": spec.compute.checkpoint_every}
-        if spec.compute.checkpoint_every > 1
+        "activation_checkpointing_kwargs": {
+            "every_n_layers": spec.compute.checkpoint_every,
+            **checkpoint_arguments(spec, device.type),
+        }
+        if spec.compute.gradient_checkpointing
         else None,
         "learning_rate": optimizer.learning_rate,
         "weight_decay": optimizer.weight_decay,

@@ -26,6 +26,7 @@ from ..data.images import digest_of
 from ..data.pieces import Pieces, pieces_of
 from ..distributed import ranks
 from ..fast.compiled import compile_blocks
+from ..fast.liger import use_liger
 from ..fast.lora import fuse_lora
 from ..fast.mlp import tile_mlp
 from ..fast.model import use_rows
@@ -125,6 +126,7 @@ def load_reference(spec: JobSpec, device: torch.device, accelerator: Accelerator
     set_attention(spec, model)
     if spec.compute.padding_free:
         use_rows(model, device.type)
+    use_liger(model, spec, device.type)
     tile_mlp(model, spec, device.type)
     if spec.reference is not None and spec.reference.source is None and not precomputes(spec):
         compile_blocks(model, spec, device.type)

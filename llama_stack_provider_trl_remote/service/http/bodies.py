@@ -207,6 +207,8 @@ class MemoryVerdict(BaseModel):
     gradient_sync: str | None = None
     """step: each rank keeps whole gradients between micro steps; micro_step: its part of them. null: nothing is
     accumulated on ranks that shard the model."""
+    kept_attention: bool | None = None
+    """Whether outputs of attention are kept, by what the device has; null: the memory does not decide it."""
     nearest: Nearest | None = None
     """Changes after which a job fits that does not; null: there are none."""
     message: str | None = None
