@@ -132,7 +132,7 @@ def test_grpo_has_the_same_weights_whatever_was_killed_in_between(
         server.submit(DPO, grpo(job_uuid, model, epochs=2 * ranks, num_generations=4), options=options)
         server.wait(job_uuid, "completed", timeout=server.patience)
         config = server.status(job_uuid)["resources_allocated"]["effective_config"]
-        assert config["train"]["method"]["vllm"]["sync"] == ("adapter" if adapters else "weights")
+        assert config["method"]["vllm"]["sync"] == ("adapter" if adapters else "weights")
         directory = Path(config["checkpoint_dir"])
         (weights,) = (directory / "final").glob("*.safetensors")
         rewards, differences = (
