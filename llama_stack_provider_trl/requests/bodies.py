@@ -223,6 +223,12 @@ class GRPOConfig(_Body):
     """Have vLLM compute the answers, where the operator has set `vllm_python`. Default false: transformers."""
     vllm_gpu_memory_utilization: float | None = Field(None, gt=0, lt=1)
     """Share of a GPU's memory that vLLM takes while it answers. Default 0.3."""
+    vllm_sync: str | None = None
+    """What vLLM gets in each optimizer step: adapter, or weights (all, merged). Default adapter where it can add it."""
+    vllm_mode: str | None = None
+    """Where vLLM runs: colocate only, on the devices that train."""
+    vllm_tensor_parallel_size: int | None = Field(None, ge=1)
+    """Devices of one vLLM: 1 only."""
     vllm_importance_sampling_correction: bool | None = None
     """Correct the loss for the difference between vLLM's log-probabilities and those of training. Default true."""
     vllm_importance_sampling_mode: str | None = None

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ..errors import InvalidRequest
-from ..specs.methods import MethodSpec, VllmCorrection, VllmSpec
+from ..specs.adapters import LoraSpec
+from ..specs.methods import MethodSpec, VllmCorrection, VllmSpec, VllmSync
 from ..specs.work import Work
 from .bodies import GRPOConfig
 from .choices import nearest_choice
@@ -17,15 +18,26 @@ from .settings import Settings
 
 _LEAST_TEMPERATURE = 0.01
 """vLLM raises a lower one to this, but for 0."""
+_MOST_RANK = 512
+"""Of an adapter: vLLM's LoRAConfig.max_lora_rank (0.32.0, vllm/config/lora.py:24)."""
 _FIELDS = (
     "gpu_memory_utilization",
+    "sync",
+    "mode",
+    "tensor_parallel_size",
     "importance_sampling_correction",
     "importance_sampling_mode",
     "importance_sampling_clip_max",
     "importance_sampling_clip_min",
 )
-"""Of a VllmSpec; a request has them with `vllm_` before."""
-_OF_THE_CORRECTION = _FIELDS[2:]
+"""A request has them with `vllm_` before."""
+_OF_THE_CORRECTION = _FIELDS[-3:]
+_ONE_EACH = "each rank has a vLLM of its own on its own device, which holds the whole model"
+_ONLY: dict[str, tuple[object, str]] = {
+    "mode": ("colocate", f"{_ONE_EACH}; a vLLM on devices that do not train is not supported: send 'colocate'"),
+    "tensor_parallel_size": (1, f"{_ONE_EACH}; one vLLM over several devices is not supported: send 1"),
+}
+"""Fields of TRL with the one value that has a meaning here."""
 
 
 def is_answered_by_vllm(work: Work | None) -> bool:
@@ -62,6 +74,11 @@ def resolve_vllm(config: GRPOConfig, options: ProviderOptions, where: str) -> Vl
     if options.resources is not None:
         hint = "vLLM answers on the service's machine only: leave it out, or leave use_vllm out"
         raise InvalidRequest("provider_options.resources", options.resources.model_dump(exclude_unset=True), hint)
+    for name, (only, hint) in _ONLY.items():
+        if given.pop(name, only) != only:
+            raise InvalidRequest(f"{where}.vllm_{name}", getattr(config, f"vllm_{name}"), f"{hint}, or leave it out")
+    if (sync := given.get("sync")) is not None and sync not in get_args(VllmSync):
+        raise InvalidRequest(f"{where}.vllm_sync", sync, nearest_choice(sync, get_args(VllmSync)))
     if options.device == "cpu" and "gpu_memory_utilization" in given:
         hint = "it is a share of a GPU's memory, and the device is cpu: leave it out"
         raise InvalidRequest(f"{where}.vllm_gpu_memory_utilization", given["gpu_memory_utilization"], hint)
@@ -94,11 +111,34 @@ def with_vllm(method: MethodSpec, settings: Settings, where: str) -> MethodSpec:
     return method.model_copy(update={"vllm": vllm})
 
 
-def check_vllm_ranks(fields: Mapping[str, Any]) -> None:
-    """Refuse several ranks for a job whose answers vLLM computes, by its resolved fields. Raises InvalidRequest."""
-    if fields["method"].answered_by_vllm is not None and fields["ranks"] > 1:
-        hint = "vLLM answers for a job of one process: send 1, or leave use_vllm out"
-        raise InvalidRequest("provider_options.nproc_per_node", fields["ranks"], hint)
+def resolve_vllm_sync(fields: Mapping[str, Any], options: ProviderOptions, settings: Settings) -> dict[str, Any]:
+    """The method with what vLLM gets in each optimizer step, by a job's resolved fields: its adapter, where the request
+    leaves it open and vLLM can add that. Raises InvalidRequest: it cannot."""
+    method: MethodSpec = fields["method"]
+    if (vllm := method.answered_by_vllm) is None:
+        return {}
+    requested = vllm.sync if "sync" in vllm.model_fields_set else None
+    why_not = _why_merged(fields["lora"], fields["dtype"], fields["device"], settings)
+    if why_not and requested == "adapter":
+        where = "algorithm_config" if options.method is None else "provider_options.method"
+        raise InvalidRequest(f"{where}.vllm_sync", requested, f"{why_not}: send 'weights', or leave it out")
+    sync: VllmSync = requested or ("weights" if why_not else "adapter")
+    return {"method": method.model_copy(update={"vllm": vllm.model_copy(update={"sync": sync})})}
+
+
+def _why_merged(lora: LoraSpec | None, dtype: str, device: str, settings: Settings) -> str:
+    """Why vLLM cannot add an adapter to the base model that it has; empty: it can (its PEFTHelper.validate_legal and
+    the assertions of lora_shrink_op.py, release 0.32.0)."""
+    if lora is None:
+        return "the job trains every weight, and has no adapter"
+    if lora.method != "lora":
+        return f"vLLM adds adapters of LoRA only, and peft_method is {lora.method!r}"
+    if lora.use_dora:
+        return "vLLM adds no adapters with use_dora"
+    if lora.rank > _MOST_RANK:
+        return f"vLLM adds adapters of rank {_MOST_RANK} at most, and the job's has {lora.rank}"
+    kind = (settings.devices[0] if device == "auto" else device).partition(":")[0]
+    return "vLLM adds no adapters in fp32 on a GPU" if dtype == "fp32" and kind == "cuda" else ""
 
 
 def _python(field: str, value: object, settings: Settings) -> Path:

@@ -32,6 +32,7 @@ CpoLoss = Literal["sigmoid", "hinge", "ipo", "simpo"]
 KtoLoss = Literal["kto", "apo_zero_unpaired"]
 GrpoLoss = Literal["grpo", "dapo"]
 VllmCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+VllmSync = Literal["adapter", "weights"]
 RewardScale = Literal["group", "batch", "none"]
 
 
@@ -210,6 +211,9 @@ class VllmSpec(Frozen):
     """The interpreter that has it; None: it is not known yet."""
     gpu_memory_utilization: float = Field(0.3, gt=0, lt=1)
     """Share of a GPU's memory that it takes while it answers, its weights included."""
+    sync: VllmSync = "weights"
+    """What it gets in each optimizer step. adapter: the adapter alone, for the base model that it has loaded. weights:
+    every weight, with adapters merged."""
     importance_sampling_correction: bool = True
     importance_sampling_mode: VllmCorrection = "sequence_mask"
     """token: the ratio of each token; sequence: the product of those of an answer. truncate: it is limited to the

@@ -143,6 +143,8 @@ GRPO: Json = {
 }
 VLLM: Json = {
     "gpu_memory_utilization": 0.5,
+    "mode": "server",
+    "tensor_parallel_size": 2,
     "importance_sampling_correction": False,
     "importance_sampling_mode": "token_truncate",
     "importance_sampling_clip_max": 2.0,
@@ -237,6 +239,14 @@ ASKS: dict[str, Try] = {
         )
         for name, value in VLLM.items()
     },
+    "algorithm_config.vllm_sync": Try(
+        "weights",
+        "dpo",
+        around={"algorithm_config": {"type": "grpo", "rewards": [IS_JSON], "use_vllm": True}},
+        options={
+            "lora": {"lora_attn_modules": ["q_proj"], "apply_lora_to_mlp": False, "rank": 8, "alpha": 8, **LORA},
+        },
+    ),
     "algorithm_config.teacher": Try("org/other", "dpo", around={"algorithm_config": DISTILLATION}),
     "algorithm_config.lmbda": Try(0.5, "dpo", around={"algorithm_config": DISTILLATION}),
     "algorithm_config.use_uld_loss": Try(True, "dpo", around={"algorithm_config": DISTILLATION}),
@@ -383,14 +393,20 @@ def test_a_value_that_a_field_cannot_have_is_refused_by_name(field: str, attempt
 
 
 NO_ASKS: tuple[Any, ...] = (None, False, {})
+NO_BOOLEANS = {
+    "lmbda",  # 0 asks for no answers of the model's own
+    "uld_token_merge_strategy",
+    "uld_crossentropy_weight",
+    "vllm_mode",
+    "vllm_tensor_parallel_size",
+}
+"""Texts and numbers."""
 NOTHING = [
     (field, nothing)
     for field in with_status("refused")
     for nothing in NO_ASKS
     if nothing is None or isinstance(nothing, dict) == isinstance(ASKS[field].value, dict)
-    if (field, nothing) != ("algorithm_config.lmbda", False)  # 0 asks for no answers of the model's own
-    if (field, nothing) != ("algorithm_config.uld_token_merge_strategy", False)  # a text
-    if (field, nothing) != ("algorithm_config.uld_crossentropy_weight", False)  # a number, which no boolean is
+    if nothing is not False or field.removeprefix("algorithm_config.") not in NO_BOOLEANS
 ]
 
 

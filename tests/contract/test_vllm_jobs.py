@@ -116,22 +116,24 @@ def of_steps(server: VllmService, job_uuid: str, name: str) -> list[float]:
     return [value for _, value in sorted({point.step: float(point.metrics[name] or 0) for point in points}.items())]
 
 
-@pytest.mark.parametrize("adapters", [False, *in_full(True)])
+@pytest.mark.parametrize(("adapters", "ranks"), [(True, 2), *in_full((False, 1), (True, 1))])
 def test_grpo_has_the_same_weights_whatever_was_killed_in_between(
-    server: VllmService, tmp_path: Path, adapters: bool
+    server: VllmService, tmp_path: Path, adapters: bool, ranks: int
 ) -> None:
     """The trainer dies when vLLM has answered its seventh step: it resumes after the fourth. Where every weight is
-    trained, the head is that of the embeddings, of which vLLM has a packed copy."""
+    trained, the head is that of the embeddings, of which vLLM has a packed copy; an adapter is sent alone."""
     model = saved(tmp_path / "llama", tied=not adapters)
-    options = {"retries": 2, **({"lora": LORA} if adapters else {})}
+    options = {"retries": 2, "nproc_per_node": ranks, **({"lora": LORA} if adapters else {})}
     found = {}
     for name in ("left", "killed"):
-        job_uuid = f"grpo-{name}-{adapters}"
+        job_uuid = f"grpo-{name}-{adapters}-{ranks}"
         if name == "killed":
             server.arm("answered-7", "kill")
-        server.submit(DPO, grpo(job_uuid, model, epochs=2, num_generations=4), options=options)
+        server.submit(DPO, grpo(job_uuid, model, epochs=2 * ranks, num_generations=4), options=options)
         server.wait(job_uuid, "completed", timeout=server.patience)
-        directory = Path(server.status(job_uuid)["resources_allocated"]["effective_config"]["checkpoint_dir"])
+        config = server.status(job_uuid)["resources_allocated"]["effective_config"]
+        assert config["method"]["vllm"]["sync"] == ("adapter" if adapters else "weights")
+        directory = Path(config["checkpoint_dir"])
         (weights,) = (directory / "final").glob("*.safetensors")
         rewards, differences = (
             of_steps(server, job_uuid, metric) for metric in ("reward", "sampling/sampling_logp_difference/mean")

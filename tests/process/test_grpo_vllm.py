@@ -84,7 +84,7 @@ def test_the_correction_of_given_log_probabilities_is_that_of_trl_called_directl
     monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", lambda **_: None)
     further = {
         "use_vllm": True,
-        **{f"vllm_{name}": value for name, value in vllm.model_dump(exclude={"python"}).items()},
+        **{f"vllm_{name}": value for name, value in vllm.model_dump(exclude={"python", "sync"}).items()},
     }
     expected = trl_history(tmp_path, method, given_log_probs, **further)
 
@@ -157,6 +157,52 @@ def test_each_step_is_answered_by_its_weights_with_adapters_merged(
     assert sent.keys() == after_one_step.keys()
     assert all(bool((sent[name] == weight).all()) for name, weight in after_one_step.items())
     assert any(bool((sent[name] != weight).any()) for name, weight in at_first.items())
+    assert_answered_by_the_policy(events)
+
+
+def assert_answered_by_the_policy(events: list[Any]) -> None:
+    """In each step vLLM has the log-probabilities of training."""
+    assert len(of_kind(events, Progress)) >= 2
+    assert max(metric(events, SAMPLING_METRICS[1])) < 1e-5
+    assert min(metric(events, "grad_norm")) > 0  # so that each step has other weights
+
+
+ALONE: dict[str, dict[str, Any]] = {
+    "every linear layer": {"lora": LORA.model_copy(update={"mlp": True})},
+    "rslora": {"lora": LORA.model_copy(update={"use_rslora": True, "rank": 9})},
+    "beside its reference": {"beta": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_an_adapter_alone_is_sent_and_vllm_has_the_log_probabilities_of_training(tmp_path: Path, name: str) -> None:
+    """What answers reads the files with PEFT: a tensor that is missing, another scale or an adapter of the step before
+    has other log-probabilities."""
+    plays(tmp_path)
+    changes = dict(ALONE[name])
+    spec = job(tmp_path, played_vllm(tmp_path, torch=True), lora=changes.pop("lora", LORA), n_epochs=3)
+    method = of_adapter(spec).model_copy(update=changes)
+    status, events = run(tmp_path / "run", spec.changed(method=method))
+    assert status == 0, [event.message for event in of_kind(events, Failed)]
+    assert_answered_by_the_policy(events)
+    assert not [*spec.checkpoint_dir.glob("policy-*")]
+
+
+def of_adapter(spec: JobSpec) -> GrpoSpec:
+    assert isinstance(spec.method, GrpoSpec)
+    assert spec.method.vllm is not None
+    return spec.method.model_copy(update={"vllm": spec.method.vllm.model_copy(update={"sync": "adapter"})})
+
+
+def test_a_layer_of_the_adapter_that_vllm_has_not_fails_the_job(tmp_path: Path, python: Path) -> None:
+    """vLLM itself would answer without it."""
+    plays(tmp_path, lack="model.layers.1.self_attn.q_proj")
+    spec = job(tmp_path, played_vllm(tmp_path, torch=True), lora=LORA)
+    status, events = run(tmp_path / "run", spec.changed(method=of_adapter(spec)))
+    (failed,) = of_kind(events, Failed)
+    assert (status, failed.reason) == (1, Reason.invalid_model)
+    assert re.search(r"lacks 1 layers .*layers\.1\.self_attn\.q_proj.*vllm_sync", failed.message), failed.message
+    assert not [*spec.checkpoint_dir.glob("policy-*")]
 
 
 def test_a_job_that_continues_has_the_answers_and_weights_of_an_undisturbed_one(tmp_path: Path, python: Path) -> None:
@@ -205,22 +251,30 @@ def test_vllm_that_fails_fails_the_job_with_one_sentence(
     assert re.search(sentence, failed.message), failed.message
 
 
+@pytest.mark.parametrize("adapters", [False, True])
 def test_on_a_gpu_vllm_sleeps_between_its_answers_and_gets_new_weights_when_it_wakes(
-    tmp_path: Path, python: Path
+    tmp_path: Path, adapters: bool
 ) -> None:
+    """Of adapters the base model is kept while it sleeps: the one that is played compares the level."""
+    from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    spec = job(tmp_path, python)
-    assert isinstance(spec.method, GrpoSpec)
-    assert spec.method.vllm is not None
+    spec = job(tmp_path, played_vllm(tmp_path, torch=adapters), **({"lora": LORA} if adapters else {}))
+    method = of_adapter(spec) if adapters else spec.method
+    assert isinstance(method, GrpoSpec)
+    assert method.vllm is not None
     more = {"most": 6, "at_once": 2, "device": torch.device("cuda"), "writer": NullEventWriter()}
     model = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype="float32")
+    if adapters:
+        spec.checkpoint_dir.mkdir(parents=True)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
     seeds = ["a", "b"]
-    with VllmPolicy(spec, spec.method.vllm, spec.method, **more) as vllm:
+    with VllmPolicy(spec, method.vllm, method, **more) as vllm:
         vllm.start(model)
         found = [vllm.answer([[5, 6], [7]], seeds, [2], lambda: None) for _ in range(2)]
+        assert vllm.answer([], [], [2], lambda: None) == []  # a rank with fillers only
         with torch.no_grad():
-            model.get_input_embeddings().weight += 1
+            next(weight for weight in model.parameters() if weight.requires_grad).add_(1)
         found.append(vllm.answer([[5, 6], [7]], seeds, [2], lambda: None))
     assert found[0] == found[1] != found[2]
 
@@ -264,6 +318,13 @@ def test_the_memory_check_counts_vllm_beside_the_training(tmp_path: Path, python
         of_machine = host + (2 * weights if device == "cpu" else weights)
         assert ours.total - before.total == ours.vllm == of_device
         assert ours.machine - before.machine == of_machine
+        two, alone = (estimate(one.changed(ranks=2), batch, device) for one in (with_vllm, plain))
+        # Each rank has a vLLM of its own; the memory with the weights is there once.
+        assert two.machine - alone.machine == 2 * of_machine - weights
+        adapted = with_vllm.changed(lora=LORA, method=of_adapter(with_vllm))
+        adapter, alone = (estimate(one, batch, device) for one in (adapted, plain.changed(lora=LORA)))
+        assert adapter.vllm == beside + (weights if device == "cpu" else 0)
+        assert adapter.machine - alone.machine == host + weights
 
 
 PARENT = """

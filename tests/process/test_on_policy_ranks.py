@@ -12,6 +12,8 @@ import torch
 
 from llama_stack_provider_trl.specs.events import Failed, Prepared
 from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec, ShardingSpec
+from llama_stack_provider_trl.specs.methods import VllmSpec, VllmSync
+from tests.played_vllm import played_vllm
 from tests.process import distillation_jobs, gold_jobs
 from tests.process.on_policy_ranks import (
     METHOD,
@@ -81,6 +83,25 @@ def test_two_ranks_give_the_answers_and_weights_of_one_process_and_continue_exac
         assert any(point["loss"] > 0.01 for point in numbers(expected))
     together = JOBS[name](tmp_path / "together", 2, strategy, lora=lora)
     assert_equal_and_continued(ranks, tmp_path, together, expected, single)
+
+
+@pytest.mark.parametrize(
+    ("lora", "sync", "strategy"),
+    [
+        (LORA, "adapter", "FULL_SHARD"),
+        (None, "weights", "NO_SHARD"),
+        *in_full((LORA, "adapter", "NO_SHARD"), (None, "weights", "FULL_SHARD"), (LORA, "weights", "FULL_SHARD")),
+    ],
+)
+def test_each_of_two_ranks_has_a_vllm_which_gives_the_answers_of_one_process(
+    ranks: Ranks, tmp_path: Path, lora: LoraSpec | None, sync: VllmSync, strategy: str
+) -> None:
+    vllm = VllmSpec(python=played_vllm(tmp_path, torch=True), sync=sync)
+    changes = {"lora": lora, "method": METHOD.model_copy(update={"vllm": vllm}), "n_epochs": 1}
+    alone, together = spec_of(tmp_path / "alone", 1, **changes), spec_of(tmp_path / "two", 2, strategy, **changes)
+    found = trained(ranks, tmp_path / "two", together)
+    assert max(point["sampling/sampling_logp_difference/max"] for point in numbers(found)) < 1e-5
+    assert_same(found, together, trained(ranks, tmp_path / "alone", alone), alone)
 
 
 @pytest.mark.parametrize(

@@ -31,17 +31,19 @@ def spec_of(
     sharding: bool = False,
     data: Any = None,
     vllm_python: Path | None = Path("/vllm/python"),
+    devices: tuple[str, ...] = ("cpu",),
+    dtype: str | None = None,
     **options: Any,
 ) -> JobSpec:
     data = {"dataset_id": "prompts", "batch_size": 2, **(data or {})}
     body = PreferenceOptimizeRequest(
         job_uuid="job-1",
         model="org/base",
-        training_config={"n_epochs": 1, "data_config": data},
+        training_config={"n_epochs": 1, "data_config": data, "dtype": dtype},
         algorithm_config={"type": "grpo", **config},
     )
     many = {"sharding": ShardingSpec(), "max_ranks": 2, "max_nodes": 2} if sharding else {}
-    settings = Settings(data_dir=Path("/data"), devices=("cpu",), vllm_python=vllm_python, **many)
+    settings = Settings(data_dir=Path("/data"), devices=devices, vllm_python=vllm_python, **many)
     rows = DatasetRef(dataset_id="prompts", path=Path("/rows"), sha256="0" * 64, num_rows=4)
     spec = resolve(body, ProviderOptions.parse(options), settings).spec(rows, None)
     assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
@@ -176,7 +178,8 @@ def test_vllm_answers_where_the_operator_has_named_an_interpreter_with_it() -> N
 
 
 MODE, MOST, LEAST = (f"vllm_importance_sampling_{name}" for name in ("mode", "clip_max", "clip_min"))
-SHARE = "vllm_gpu_memory_utilization"
+SHARE, SYNC, TENSOR = "vllm_gpu_memory_utilization", "vllm_sync", "vllm_tensor_parallel_size"
+LORA = {"type": "LoRA", "lora_attn_modules": ["q_proj"], "apply_lora_to_mlp": False, "rank": 8, "alpha": 16}
 
 
 @pytest.mark.parametrize(
@@ -192,7 +195,24 @@ SHARE = "vllm_gpu_memory_utilization"
         ({"use_vllm": True, SHARE: 0.4}, {"device": "cpu"}, f"algorithm_config.{SHARE}", "the device is cpu"),
         ({"use_vllm": True, "temperature": 0.009}, {}, "algorithm_config.temperature", "no temperature below 0.01"),
         ({"use_vllm": True}, {"resources": {"nodes": 1}}, "provider_options.resources", "service's machine only"),
-        ({"use_vllm": True}, {"nproc_per_node": 2}, "provider_options.nproc_per_node", "a job of one process"),
+        (
+            {"use_vllm": True, "vllm_mode": "server"},
+            {},
+            "algorithm_config.vllm_mode",
+            "devices that do not train is not",
+        ),
+        ({"use_vllm": True, TENSOR: 2}, {}, f"algorithm_config.{TENSOR}", "over several devices is not supported"),
+        ({"use_vllm": True, SYNC: "adapters"}, {}, f"algorithm_config.{SYNC}", "nearest is 'adapter'"),
+        ({SYNC: "weights"}, {}, f"algorithm_config.{SYNC}", "it belongs to use_vllm"),
+        *(
+            ({"use_vllm": True, SYNC: "adapter"}, options, f"algorithm_config.{SYNC}", f"{words}.*send 'weights'")
+            for options, words in (
+                ({}, "trains every weight"),
+                ({"lora": {**LORA, "use_dora": True}}, "no adapters with use_dora"),
+                ({"lora": {**LORA, "rank": 513}}, "of rank 512 at most"),
+                ({"lora": LORA, "peft_method": "vera"}, "peft_method is 'vera'"),
+            )
+        ),
     ],
 )
 def test_what_vllm_cannot_do_for_grpo_is_refused_by_name(config: Any, options: Any, field: str, words: str) -> None:
@@ -206,6 +226,25 @@ def test_where_the_method_is_an_option_its_field_is_named_there() -> None:
     with pytest.raises(InvalidRequest, match="has no vLLM") as caught:
         spec_of({}, vllm_python=None, method=method)
     assert caught.value.field == "provider_options.method.use_vllm"
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "dtype", "sync"),
+    [
+        ({}, {"lora": LORA}, None, "adapter"),
+        ({SYNC: "weights"}, {"lora": LORA}, None, "weights"),
+        ({SYNC: "adapter"}, {"lora": LORA, "nproc_per_node": 2}, None, "adapter"),
+        ({"vllm_mode": "colocate", TENSOR: 1}, {"nproc_per_node": 2}, None, "weights"),
+        ({}, {"lora": {**LORA, "use_dora": True}}, None, "weights"),
+        ({}, {"lora": LORA, "device": "cuda:0"}, "fp32", "weights"),
+        ({}, {"lora": LORA, "device": "cuda:0"}, "bf16", "adapter"),
+    ],
+)
+def test_an_adapter_alone_is_sent_where_vllm_can_add_it(config: Any, options: Any, dtype: Any, sync: str) -> None:
+    config = {"rewards": [EXACT], "use_vllm": True, **config}
+    spec = spec_of(config, sharding=True, devices=("cpu", "cuda:0"), dtype=dtype, **options)
+    assert spec.method.answered_by_vllm == VllmSpec(python=Path("/vllm/python"), sync=sync)  # type: ignore[arg-type]
+    assert spec.ranks == options.get("nproc_per_node", 1)
 
 
 def test_checkpoints_do_not_record_where_the_interpreter_of_vllm_is() -> None:

@@ -20,6 +20,8 @@ from ...specs.events import Reason
 COLLECTIVE_TIMEOUT = timedelta(days=7)
 """Timeout of collective operations. It must exceed the writing of a large checkpoint; the runner's watchdog ends a job
 that hangs, with the stacks of each rank."""
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+"""Which torchrun sets."""
 
 
 def rank() -> int:

@@ -22,7 +22,6 @@ from ...system.files import RunDir
 from . import ranks
 from .peers import connected_peers
 
-_OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -115,7 +114,7 @@ def _alone() -> Iterator[None]:
     gpus = os.environ.get(_VISIBLE, "").split(",")
     if len(gpus) == ranks.local_world_size():
         os.environ[_VISIBLE] = gpus[ranks.local_rank()]
-    hidden = {name: os.environ.pop(name) for name in _OF_TORCHRUN if name in os.environ}
+    hidden = {name: os.environ.pop(name) for name in ranks.VARIABLES if name in os.environ}
     try:
         yield
     finally:

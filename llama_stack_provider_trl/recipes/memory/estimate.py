@@ -100,7 +100,7 @@ def estimate(spec: JobSpec, batch: Batch, device: str, baseline: int = 0) -> Mem
     # On a CPU they keep every page as it was that their rank changes after the fork.
     overhead += used + workers if kind == "cpu" and workers else 0
     most_host, host_loading = max(moments, key=lambda memory: memory.host), placed.host_loading
-    vllm, vllm_host = _vllm_bytes(spec, model, kind)
+    vllm, of_vllms = _vllm_bytes(spec, model, kind)
     rank = used + overhead + loading if kind == "cpu" else max(most_host.host, host_loading) + _HOST_PROCESS + workers
     return replace(
         peak,
@@ -111,7 +111,7 @@ def estimate(spec: JobSpec, batch: Batch, device: str, baseline: int = 0) -> Mem
         host_offloaded=most_host.host_offloaded,
         host_loading=host_loading,
         page_cache=placed.page_cache,
-        machine=rank * ranks_per_machine(spec) + vllm_host,
+        machine=rank * ranks_per_machine(spec) + of_vllms,
     )
 
 
@@ -332,19 +332,22 @@ def _answering(spec: JobSpec, batch: Batch) -> Window:
 
 
 def _vllm_bytes(spec: JobSpec, model: Traced, kind: str) -> tuple[int, int]:
-    """What vLLM takes on the device beside the training at its peak, and of CPU memory.
+    """What a rank's vLLM takes on the device beside the training at its peak, and those of all ranks of CPU memory.
 
     On a GPU it sleeps then. While it answers, training holds no activations, and vLLM itself refuses to start where its
-    share of the memory is not free beside the model.
+    share of the memory is not free beside the model. Asleep it keeps the base model of adapters in CPU memory; all
+    weights that change are there once, in memory that training and every vLLM have.
     """
-    if spec.method.answered_by_vllm is None:
+    if (vllm := spec.method.answered_by_vllm) is None:
         return 0, 0
     weights = (model.trainable if spec.lora is None else 0) + model.frozen
-    shared = weights * (4 if spec.compute.dtype == "fp32" else 2)
+    weights *= 4 if spec.compute.dtype == "fp32" else 2
+    shared, kept = (weights, 0) if vllm.sync == "weights" else (0, weights)
+    many = ranks_per_machine(spec)
     if kind == "cpu":
-        taken = 2 * shared + (CPU_CACHE_GIB << 30) + _HOST_PROCESS
-        return taken, taken
-    return _CUDA_CONTEXT, shared + _HOST_PROCESS
+        own = weights + (CPU_CACHE_GIB << 30) + _HOST_PROCESS
+        return own + shared, many * own + shared
+    return _CUDA_CONTEXT, many * (kept + _HOST_PROCESS) + shared
 
 
 def _moment_bytes(spec: JobSpec, model: Traced) -> int:

@@ -61,8 +61,7 @@ def nearest(spec: JobSpec, batch: Batch, device: str, capacity: Capacity) -> Pro
     the same global batch, more ranks, parts in CPU memory), then adapters instead of all weights, then shorter
     sequences.
     """
-    # VeRA's shared matrices cannot be sharded, and vLLM answers for one process only.
-    shards = (spec.lora is None or spec.lora.method != "vera") and spec.method.answered_by_vllm is None
+    shards = spec.lora is None or spec.lora.method != "vera"  # whose shared matrices cannot be sharded
     most_ranks = capacity.max_ranks if capacity.max_ranks and shards else spec.ranks
 
     def proposed(candidate: _Changes) -> Proposal:

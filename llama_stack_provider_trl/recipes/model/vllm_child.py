@@ -6,6 +6,11 @@ answers with `ready`, with `answers`, with `progress` in between, or with `error
 trains has two messages more: `reload`, answered with `reloaded` once vLLM has its weights as they are now, and `sleep`,
 answered with `asleep` once vLLM has released the device's memory until the next `reload`. What vLLM prints goes to
 standard error.
+
+Its calls of vLLM are those of release 0.32.0, by file and line of the package: LLM.generate, collective_rpc, sleep and
+wake_up in entrypoints/llm.py:418, 574, 836, 869; EngineArgs for adapters in engine/arg_utils.py:676; LLMEngine.add_lora
+in v1/engine/llm_engine.py:469; LoRARequest in lora/request.py:8; LoRAModelManager.modules and get_adapter in
+lora/model_manager.py:130, 1374; Worker.reload_weights in v1/worker/gpu_worker.py:629.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ def load(settings: dict[str, Any]) -> Any:
     from vllm import LLM
 
     training: dict[str, Any] = {}
-    if "weights" in settings:
+    if "weights" in settings or "max_lora_rank" in settings:
         training = {
             # Of the distribution that tokens are chosen from, with its temperature.
             "logprobs_mode": "processed_logprobs",
@@ -38,6 +43,8 @@ def load(settings: dict[str, Any]) -> Any:
             **({} if settings["is_cpu"] else {"gpu_memory_utilization": settings["gpu_memory_utilization"]}),
             "enable_sleep_mode": not settings["is_cpu"],
         }
+    if "max_lora_rank" in settings:
+        training |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": settings["max_lora_rank"]}
     return LLM(
         model=settings["model"],
         revision=settings["revision"],
@@ -64,19 +71,19 @@ class Weights:
         settings: with the file descriptor of that memory, and the place of each weight.
     """
 
+    sleep_level = 2
+    """All of the device's memory is released: the weights are new ones at each `reload`."""
+    adapter = None
+
     def __init__(self, settings: dict[str, Any]) -> None:
         self._table = settings["weights"]
         self._memory = mmap.mmap(settings["weights_fd"], settings["weights_bytes"])
 
-    def reload(self, llm: Any, *, sleeps: bool) -> None:
+    def reload(self, llm: Any, policy: dict[str, Any]) -> None:
         """Have an engine take them. Raises ValueError: the engine's model has weights that these lack."""
-        if sleeps:
-            llm.wake_up(tags=["weights"])
         missing = sorted(llm.collective_rpc(_reloaded, args=(self._tensors(),))[0])
         if missing:
             raise ValueError(f"{len(missing)} weights are not among those of the model that trains: {missing[:3]}")
-        if sleeps:
-            llm.wake_up(tags=["kv_cache"])
 
     def _tensors(self) -> Iterator[tuple[str, Any]]:
         import torch
@@ -120,12 +127,50 @@ def _process_tied(model: Any) -> None:
             layer.quant_method.process_weights_after_loading(layer)
 
 
-def answer(llm: Any, batch: dict[str, Any], *, scored: bool) -> dict[str, Any]:
+class Adapter:
+    """The adapter of a model that trains, for the base model that the engine has."""
+
+    sleep_level = 1
+    """The base model goes to CPU memory and back: nothing else has it."""
+    adapter: Any = None
+    """That of the last `reload`."""
+
+    def reload(self, llm: Any, policy: dict[str, Any]) -> None:
+        """Have an engine take the adapter of a directory, in place of the one before. Raises ValueError: the engine's
+        model lacks a layer that the adapter has.
+
+        Args:
+            policy: the directory, and a number that no earlier adapter had: an engine keeps the one that it has by that
+                number, and what it has computed of prompts by the name.
+        """
+        from vllm.lora.request import LoRARequest
+
+        version = policy["version"]
+        self.adapter = LoRARequest(f"policy-{version}", version, policy["adapter"])
+        llm.llm_engine.add_lora(self.adapter)
+        if unknown := sorted(llm.collective_rpc(_unused, args=(version,))[0]):
+            raise ValueError(f"its model lacks {len(unknown)} layers that the adapter has: {unknown[:3]}")
+
+
+def _unused(worker: Any, version: int) -> set[str]:
+    """The layers of an adapter that a worker's model has none of, which vLLM itself leaves out without a word."""
+    manager = worker.model_runner.get_model().lora_manager
+    return set(manager.get_adapter(version).loras) - set(manager.modules)
+
+
+def policy_of(settings: dict[str, Any]) -> Weights | Adapter | None:
+    """What is new at each `reload`; None: the model does not train."""
+    if "weights" in settings:
+        return Weights(settings)
+    return Adapter() if "max_lora_rank" in settings else None
+
+
+def answer(llm: Any, batch: dict[str, Any], policy: Weights | Adapter | None = None) -> dict[str, Any]:
     """The token ids of the answers to a batch's prompts, in their order, as `answers`.
 
     Args:
         batch: prompts, their seeds, and how tokens are chosen.
-        scored: `log_probs` has the log-probability of each token, too.
+        policy: of a model that trains: `log_probs` has the log-probability of each token, too.
     """
     from vllm import SamplingParams
 
@@ -137,14 +182,15 @@ def answer(llm: Any, batch: dict[str, Any], *, scored: bool) -> dict[str, Any]:
             stop_token_ids=batch["ends"],
             seed=seed,
             detokenize=False,
-            logprobs=0 if scored else None,
+            logprobs=None if policy is None else 0,
         )
         for seed in batch["seeds"]
     ]
     prompts = [{"prompt_token_ids": prompt} for prompt in batch["prompts"]]
-    outputs = [found.outputs[0] for found in llm.generate(prompts, chosen, use_tqdm=False)]
+    adapted = {} if policy is None or policy.adapter is None else {"lora_request": policy.adapter}
+    outputs = [found.outputs[0] for found in llm.generate(prompts, chosen, use_tqdm=False, **adapted)]
     answers: dict[str, Any] = {"answers": [list(output.token_ids) for output in outputs]}
-    if scored:
+    if policy is not None:
         answers["log_probs"] = [
             [of_token[token].logprob for token, of_token in zip(output.token_ids, output.logprobs, strict=True)]
             for output in outputs
@@ -199,24 +245,33 @@ def main() -> int:
         settings = json.loads(sys.stdin.readline())
         llm = load(settings)
         report_steps(llm, after_step)
-        weights = Weights(settings) if "weights" in settings else None
-        sleeps = weights is not None and not settings["is_cpu"]
-        if sleeps:
-            llm.sleep(level=2)
+        policy = policy_of(settings)
+        sleeps = policy is not None and not settings["is_cpu"]
+
+        def sleep() -> None:
+            if policy is not None and sleeps:
+                llm.sleep(level=policy.sleep_level)
+
+        def wake_up(tag: str) -> None:
+            if sleeps:
+                llm.wake_up(tags=[tag])
+
+        sleep()
         send(ready=True)
         for line in sys.stdin:
             message = json.loads(line)
             if "end" in message:
                 break
-            if weights is not None and "reload" in message:
-                weights.reload(llm, sleeps=sleeps)
+            if policy is not None and "reload" in message:
+                wake_up("weights")
+                policy.reload(llm, message["reload"])
+                wake_up("kv_cache")
                 send(reloaded=True)
             elif "sleep" in message:
-                if sleeps:
-                    llm.sleep(level=2)
+                sleep()
                 send(asleep=True)
             else:
-                send(**answer(llm, message, scored=weights is not None))
+                send(**answer(llm, message, policy))
     except Exception as error:
         import traceback
 

@@ -17,6 +17,7 @@ import torch
 from ...errors import JobFailure
 from ...specs.events import EventWriter, Reason
 from ...system.process import without_modules
+from ..distributed import ranks
 from ..distributed.heartbeat import heartbeat
 
 MOST_AT_ONCE = 1024
@@ -77,9 +78,13 @@ class VllmProcess:
             raise JobFailure(Reason.launch_failed, f"{problem}: correct vllm_python") from error
         self._loading("ready", {**settings, "is_cpu": self._device.type == "cpu"}, settings["model"])
 
-    def reload(self, model: str) -> None:
-        """Have vLLM take the weights of the file descriptor that its settings name. Raises JobFailure: it cannot."""
-        self._loading("reloaded", {"reload": True}, model)
+    def reload(self, model: str, policy: dict[str, Any]) -> None:
+        """Have vLLM take the weights as they are. Raises JobFailure: it cannot.
+
+        Args:
+            policy: where its new adapter is; empty: in the file descriptor that its settings name.
+        """
+        self._loading("reloaded", {"reload": policy}, model)
 
     def sleep(self) -> None:
         """Have vLLM release the device's memory until the next `reload`."""
@@ -130,7 +135,8 @@ class VllmProcess:
         if self._device.type == "cuda" and self._device.index is not None:
             visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
             given["CUDA_VISIBLE_DEVICES"] = visible[self._device.index] if visible else str(self._device.index)
-        own = {name: value for name, value in without_modules(os.environ).items() if name not in _ALLOCATOR}
+        hidden = _ALLOCATOR.union(ranks.VARIABLES)  # vLLM would take itself for one of several ranks
+        own = {name: value for name, value in without_modules(os.environ).items() if name not in hidden}
         return {**own, **_ENVIRONMENT, **given}
 
     def _exchanged(self, message: dict[str, Any]) -> Iterator[dict[str, Any]]:

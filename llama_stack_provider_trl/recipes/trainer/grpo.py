@@ -106,7 +106,7 @@ class GrpoRecipe(AnswersPrompts):
                 spec.method.vllm,
                 spec.method,
                 most=self._most,
-                at_once=self.batch_plan.rows_per_step * spec.method.num_generations,
+                at_once=-(-self.batch_plan.rows_per_step // spec.ranks) * spec.method.num_generations,
                 device=self.args.device,
                 writer=self._writer,
             )
@@ -115,15 +115,15 @@ class GrpoRecipe(AnswersPrompts):
         """Trainer's, with vLLM beside it where that answers."""
         if self._vllm is None:
             return super().train(*args, **kwargs)
-        with self._vllm as vllm:
-            vllm.start(self.accelerator.unwrap_model(self.model))
+        with self._vllm:
             return super().train(*args, **kwargs)
 
     def answer_batches(self, batches: list[dict[str, Any]]) -> list[list[list[int]]]:
-        """As AnswersPrompts. vLLM answers all prompts of the optimizer step together: they do not depend on the micro
-        batches, which an attempt after a lack of memory has others of."""
+        """As AnswersPrompts. vLLM answers all prompts that this rank has of the optimizer step together: they do not
+        depend on the micro batches, which an attempt after a lack of memory has others of."""
         if self._vllm is None:
             return super().answer_batches(batches)
+        self._vllm.start(self.accelerator.unwrap_model(self.model))
         count = self._grpo.num_generations
         rows = [row for inputs in batches for row in inputs["rows"]]
         prompts = [prompt for inputs in batches for prompt in inputs["prompts"] for _ in range(count)]

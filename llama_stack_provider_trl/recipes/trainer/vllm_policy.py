@@ -1,7 +1,9 @@
 """Answers the prompts of a job that trains by vLLM, with the weights as they are in each optimizer step.
 
-The weights, with adapters merged, go through memory that the process of vLLM inherits: no disk, and nothing is left
-behind where a process is killed.
+Each rank has a vLLM of its own, which answers the rank's prompts. An adapter goes through files in the job's directory,
+which vLLM adds to the base model that it has loaded: 84 MB in bf16 for one of rank 16 at all linear layers of 8B, where
+the weights are 16 GB. All weights, with adapters merged, go through memory that the processes of vLLM inherit: no disk,
+and nothing is left behind where a process is killed.
 """
 
 from __future__ import annotations
@@ -9,23 +11,41 @@ from __future__ import annotations
 import mmap
 import os
 import random
-from collections.abc import Callable, Sequence
+import shutil
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import save_file
 
 from ...errors import JobFailure
 from ...specs.events import EventWriter, Reason
 from ...specs.job import JobSpec
 from ...specs.methods import VllmSpec
-from ..checkpoint.weights import WeightGroups
+from ...system.model_damage import ADAPTER_WEIGHTS
+from ..checkpoint.weights import WeightGroups, adapter_tensors
+from ..distributed import ranks
+from ..model.adapters import DEFAULT
+from ..model.fsdp import gather
 from ..model.generation import Sampling
 from ..model.loading import DTYPES
 from ..model.vllm_process import MOST_AT_ONCE, VllmProcess
 
 _ALIGNMENT = 64
 """Bytes: where a weight begins in the memory that both processes have."""
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""That vLLM has memory for in each layer: its MaxLoRARanks (0.32.0, vllm/config/lora.py:24)."""
+
+_TODO = {
+    "adapter": "Send vllm_sync 'weights', so that adapters are merged, or leave use_vllm out, and transformers answers",
+    "weights": "Leave use_vllm out, and transformers answers",
+}
 
 
 class ScoredAnswer(NamedTuple):
@@ -40,7 +60,7 @@ class VllmPolicy:
     """vLLM with the model of a job. A context manager: its process runs while it is open.
 
     Args:
-        at_once: answers of an optimizer step.
+        at_once: answers of this rank in an optimizer step, at most.
     """
 
     def __init__(
@@ -62,11 +82,11 @@ class VllmPolicy:
             vllm.python,
             device,
             writer,
-            todo="Leave use_vllm out, and transformers answers",
+            todo=_TODO[vllm.sync],
             less="Lower max_seq_length, raise vllm_gpu_memory_utilization where its cache lacks room, lower that where "
             "the device does, or leave use_vllm out",
         )
-        self._weights: _SharedWeights | None = None
+        self._transport: _Transport | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -75,43 +95,61 @@ class VllmPolicy:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._process.close()
-        if self._weights is not None:
-            self._weights.close()
-            self._weights = None
+        if self._transport is not None:
+            for descriptor in self._transport.inherited:
+                os.close(descriptor)
+            self._transport = None
 
     def start(self, model: Any) -> None:
-        """Start vLLM. Raises JobFailure: it cannot be started, or cannot load the model."""
+        """Start vLLM, unless it runs. A collective. Raises JobFailure: it cannot be started, or cannot load the model.
+
+        Args:
+            model: that is trained, as Trainer has wrapped it: FSDP2 replaces its weights.
+        """
+        if self._transport is not None:
+            return
         spec, source = self._spec, self._spec.source
         dtype = DTYPES[spec.compute.dtype]
-        self._weights = _SharedWeights(model, dtype)
+        if self._vllm.sync == "adapter":
+            self._transport = _AdapterFiles(model, dtype, spec.checkpoint_dir)
+        else:
+            self._transport = _SharedWeights(model, dtype)
+        settings = {
+            "model": source.location,
+            "revision": source.revision,
+            "trust_remote_code": source.trust_remote_code,
+            "dtype": str(dtype).removeprefix("torch."),
+            "max_model_len": spec.data.max_seq_length,
+            "max_num_seqs": min(self._at_once, MOST_AT_ONCE),
+            "gpu_memory_utilization": self._vllm.gpu_memory_utilization,
+            **self._transport.settings,
+        }
+        inherited = self._transport.inherited
         _release_cache(self._device)
-        self._process.start(
-            {
-                "model": source.location,
-                "revision": source.revision,
-                "trust_remote_code": source.trust_remote_code,
-                "dtype": str(dtype).removeprefix("torch."),
-                "max_model_len": spec.data.max_seq_length,
-                "max_num_seqs": min(self._at_once, MOST_AT_ONCE),
-                "gpu_memory_utilization": self._vllm.gpu_memory_utilization,
-                **self._weights.settings,
-            },
-            inherited=[self._weights.fd],
-        )
+        ranks.on_all_ranks(lambda: self._process.start(settings, inherited))
 
     def answer(
         self, prompts: Sequence[list[int]], seeds: Sequence[str], ends: list[int], alive: Callable[[], None]
     ) -> list[ScoredAnswer]:
-        """Answer prompts by the weights as they are. Raises JobFailure: vLLM has failed.
+        """Answer the prompts of this rank, if any, by the weights as they are. A collective. Raises JobFailure: vLLM
+        has failed.
 
         Args:
             seeds: of the random numbers of each answer.
         """
-        if self._weights is None:
+        transport, model = self._transport, self._spec.source.model
+        if transport is None:
             raise AssertionError("vLLM is not started")
-        self._weights.write(alive)
-        _release_cache(self._device)
-        self._process.reload(self._spec.source.model)
+        with transport.written(alive) as policy:
+            _release_cache(self._device)
+            ranks.on_all_ranks(lambda: self._process.reload(model, policy))
+        answers = self._answers(prompts, seeds, ends, alive) if prompts else []
+        self._process.sleep()
+        return answers
+
+    def _answers(
+        self, prompts: Sequence[list[int]], seeds: Sequence[str], ends: list[int], alive: Callable[[], None]
+    ) -> list[ScoredAnswer]:
         batch = {
             "prompts": list(prompts),
             "seeds": [random.Random(seed).getrandbits(31) for seed in seeds],
@@ -121,14 +159,62 @@ class VllmPolicy:
             "ends": ends,
         }
         reply = self._process.answer(batch, alive)
-        self._process.sleep()
         return [
             ScoredAnswer(ids, log_probs) for ids, log_probs in zip(reply["answers"], reply["log_probs"], strict=True)
         ]
 
 
-class _SharedWeights:
-    """Memory with the weights of a model, which a child inherits as a file descriptor."""
+class _Transport(ABC):
+    """How the weights of a model get to the vLLM of each rank."""
+
+    settings: dict[str, Any]
+    """For vLLM's start."""
+    inherited: Sequence[int] = ()
+    """File descriptors that its process gets, too."""
+
+    @abstractmethod
+    def written(self, heartbeat: Callable[[], None]) -> AbstractContextManager[dict[str, Any]]:
+        """While this is open, all weights are there as they are now; what it has names them to vLLM. A collective."""
+
+
+class _AdapterFiles(_Transport):
+    """The adapter, as PEFT writes it, in a directory of its own for each optimizer step."""
+
+    def __init__(self, model: PeftModel, dtype: torch.dtype, directory: Path) -> None:
+        self._model, self._dtype, self._directory = model, dtype, directory
+        self._version = 0
+        """Of the adapter: vLLM's caches of adapters and prompts know it by this number and a name with it."""
+        rank = model.peft_config[DEFAULT].r
+        self.settings = {"max_lora_rank": next(most for most in _RANKS if rank <= most)}
+
+    @contextmanager
+    def written(self, heartbeat: Callable[[], None]) -> Iterator[dict[str, Any]]:
+        self._version += 1
+        state = {}
+        for name, weight in adapter_tensors(self._model).items():
+            if (whole := gather(weight, self._dtype)) is not None:
+                state[name] = whole
+            heartbeat()
+        directory = ranks.on_all_ranks(lambda: self._write(state) if ranks.rank() == 0 else "")[0]
+        try:
+            yield {"adapter": directory, "version": self._version}
+        finally:
+            if ranks.rank() == 0:
+                shutil.rmtree(directory, ignore_errors=True)
+
+    def _write(self, state: dict[str, torch.Tensor]) -> str:
+        """Write the adapter; it is removed before the kernel writes it to the disk. Returns its directory."""
+        # After a kill `system.files.remove_leftovers` removes it.
+        directory = tempfile.mkdtemp(".tmp", f"policy-{self._version}-", self._directory)
+        self._model.peft_config[DEFAULT].save_pretrained(directory)
+        state = get_peft_model_state_dict(self._model, state, DEFAULT, save_embedding_layers=False)
+        save_file({name: weight.contiguous() for name, weight in state.items()}, Path(directory, ADAPTER_WEIGHTS))
+        return directory
+
+
+class _SharedWeights(_Transport):
+    """Memory with the weights of a model, adapters merged, that the vLLM of each rank inherits as a file descriptor.
+    Rank 0 writes it."""
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
         self._groups = WeightGroups(model, dtype)
@@ -139,29 +225,43 @@ class _SharedWeights:
             end = begin + weight.nbytes
             self._places[name] = begin, end
             table.append([name, str(weight.dtype).removeprefix("torch."), list(weight.shape), begin, end])
+        self._fd = -1
+        owner = ranks.on_all_ranks(lambda: self._made(end) if ranks.rank() == 0 else "")[0]
+        if ranks.rank() != 0:
+            try:
+                self._fd = os.open(owner, os.O_RDWR)
+            except OSError as error:
+                problem = f"the memory that all ranks share with vLLM cannot be opened ({error})"
+                raise JobFailure(
+                    Reason.launch_failed, f"{problem}: train in one process, or leave use_vllm out"
+                ) from error
+        self.inherited = [self._fd]
+        self.settings = {"weights": table, "weights_fd": self._fd, "weights_bytes": end}
+
+    def _made(self, size: int) -> str:
+        """Make the memory. Returns the path by which other ranks open it."""
         try:
-            self.fd = os.memfd_create("weights")
+            self._fd = os.memfd_create("weights")
         except (AttributeError, OSError) as error:
             problem = f"the memory that training shares with vLLM cannot be made ({error})"
             raise JobFailure(Reason.launch_failed, f"{problem}: vLLM needs Linux; leave use_vllm out") from error
         try:
-            os.ftruncate(self.fd, end)
-            self._memory = torch.frombuffer(mmap.mmap(self.fd, end), dtype=torch.uint8)
+            os.ftruncate(self._fd, size)
+            self._memory = torch.frombuffer(mmap.mmap(self._fd, size), dtype=torch.uint8)
         except OSError as error:
-            os.close(self.fd)
-            problem = f"the {end / 2**30:.1f} GiB that training shares with vLLM cannot be reserved ({error.strerror})"
+            os.close(self._fd)
+            problem = f"the {size / 2**30:.1f} GiB that training shares with vLLM cannot be reserved ({error.strerror})"
             raise JobFailure(Reason.out_of_memory, f"{problem}: leave use_vllm out") from error
-        self.settings = {"weights": table, "weights_fd": self.fd, "weights_bytes": end}
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
 
-    def write(self, heartbeat: Callable[[], None]) -> None:
-        """Write all weights as they are."""
+    @contextmanager
+    def written(self, heartbeat: Callable[[], None]) -> Iterator[dict[str, Any]]:
         for weights in self._groups.values(heartbeat):
             for name, weight in weights.items():
                 begin, end = self._places[name]
                 self._memory[begin:end].view(weight.dtype).copy_(weight.reshape(-1))
-
-    def close(self) -> None:
-        os.close(self.fd)
+        ranks.barrier()
+        yield {}
 
 
 def _release_cache(device: torch.device) -> None:

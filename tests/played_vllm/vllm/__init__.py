@@ -1,12 +1,15 @@
 """Takes the place of vLLM: its calls, as `recipes.model.vllm_child` makes them, without a model.
 
-An answer has the numbers that follow from its prompt, its seed, and the weights that were loaded last. `plays.json`,
+An answer has the numbers that follow from its prompt, its seed, and the weights that were loaded last. An interpreter
+with torch has a model of transformers instead (`vllm.computed`), which answers by its weights, or with an adapter that
+PEFT reads: what was sent wrong shows in the log-probabilities. `plays.json`,
 which `TRL_FAULTS` names the directory of, has what goes wrong at a point, load, reload or answer: {POINT: TEXT},
 {"kill": POINT} or {"wait": POINT}. With {"keep": NAME} the weights that were loaded last are in that file beside it.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -16,6 +19,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from .lora.request import LoRARequest
 
 _LARGEST = 256
 _TOKENS_OF_A_STEP = 2048
@@ -46,8 +51,10 @@ class Worker:
 
     def __init__(self, model: Path) -> None:
         self.digest = self.packed = 0
+        self.lora_manager: Any = SimpleNamespace(modules=(), get_adapter=lambda number: SimpleNamespace(loras=()))
         self.quant_method = SimpleNamespace(process_weights_after_loading=Worker.pack)
         self._path = model
+        self.computed: Any = None
         self.model_runner = SimpleNamespace(get_model=lambda: self)
 
     def pack(self) -> None:
@@ -75,6 +82,8 @@ class Worker:
         """Load weights; returns their names."""
         _reach("reload")
         loaded = {name: weight.clone() for name, weight in weights}
+        if self.computed is not None:
+            self.computed.load(loaded)
         self.digest = 0
         for _, weight in sorted(loaded.items()):
             self.digest = zlib.crc32(weight.contiguous().numpy().tobytes(), self.digest)
@@ -101,8 +110,26 @@ class LLM:
         assert not self.can_sleep or settings["gpu_memory_utilization"] < 0.9
         self.asleep: set[str] = set()
         self.worker = Worker(Path(settings["model"]))
-        self.llm_engine = SimpleNamespace(step=lambda: None)
+        self.llm_engine = SimpleNamespace(step=lambda: None, add_lora=self._add_lora)
+        self.adapts = settings.get("enable_lora", False)
+        if (torch := importlib.util.find_spec("torch")) is not None and torch.submodule_search_locations:
+            from .computed import Computed
+
+            self.worker.computed = Computed(settings)
+            self.worker.lora_manager = self.worker.computed.manager(_plays().get("lack"))
         _reach("load")
+
+    def _add_lora(self, request: LoRARequest) -> bool:
+        """Load an adapter, unless one of its number is loaded."""
+        assert "weights" not in self.asleep
+        _reach("reload")
+        if self.worker.computed is not None:
+            self.worker.computed.add(request)
+        else:
+            file = Path(request.lora_path, "adapter_model.safetensors")
+            self.worker.digest = zlib.crc32(file.read_bytes())
+        self.is_current = True
+        return True
 
     def collective_rpc(self, method: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         """Call a function with each worker."""
@@ -112,9 +139,9 @@ class LLM:
         return found
 
     def sleep(self, level: int) -> None:
-        """Release all memory of the device."""
+        """Release all memory of the device; with level 1 vLLM has the weights again when it wakes up."""
         assert self.can_sleep
-        assert level == 2
+        assert level == (1 if self.adapts else 2)
         self.asleep = {"weights", "kv_cache"}
 
     def wake_up(self, tags: list[str]) -> None:
@@ -122,10 +149,17 @@ class LLM:
         assert self.asleep.issuperset(tags)
         self.asleep -= set(tags)
 
-    def generate(self, prompts: list[Any], chosen: list[SamplingParams], use_tqdm: bool) -> list[Any]:
+    def generate(
+        self,
+        prompts: list[Any],
+        chosen: list[SamplingParams],
+        use_tqdm: bool,
+        lora_request: LoRARequest | None = None,
+    ) -> list[Any]:
         """The answers, in the order of the prompts."""
+        assert (lora_request is not None) is self.adapts
         assert not self.asleep
-        assert self.worker.packed == self.worker.digest
+        assert self.adapts or self.worker.packed == self.worker.digest
         _reach("answer")
         if self.scores:
             assert self.is_current, "these weights have answered before"
@@ -136,6 +170,11 @@ class LLM:
             ids = prompt["prompt_token_ids"]
             assert len(ids) + params.max_tokens <= self.longest
             self.llm_engine.step()
+            if self.worker.computed is not None and self.scores:
+                tokens, log_probs = self.worker.computed.answer(ids, params, lora_request)
+                scores = [{t: SimpleNamespace(logprob=value)} for t, value in zip(tokens, log_probs, strict=True)]
+                found.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, logprobs=scores)]))
+                continue
             first = sum(ids) + (params.seed if params.temperature else 0) + self.worker.digest
             tokens = [3 + (first + number) % _LARGEST for number in range(params.max_tokens - 1)]
             tokens.append(params.stop_token_ids[0])
