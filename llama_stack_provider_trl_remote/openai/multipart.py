@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Callable
-from email.message import Message
+from urllib.parse import unquote
 
 from ..service.http.errors import OpenAIRefused
 
@@ -13,6 +14,8 @@ _MOST_PARTS = 16
 _MOST_BEHIND = 64
 """Bytes of line ends behind the last boundary."""
 FILE = "file"
+_PARAMETER = re.compile(r';\s*([a-zA-Z*]{1,20})=(?:"((?:[^"\\]|\\.)*)"|([^\s;"]*))')
+"""Of a header (RFC 9110, 5.6.6), in time by its length: `email.message` takes the square of it."""
 
 
 class Form:
@@ -31,7 +34,8 @@ class Form:
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
         self._allowed, self._file = allowed, file
-        kind, boundary = _parameters(content_type)
+        kind, parameters = parameters_of(content_type)
+        boundary = parameters.get("boundary", "").encode("latin-1", "replace")
         if kind != "multipart/form-data" or not boundary:
             raise OpenAIRefused(
                 f"the Content-Type is {content_type[:100]!r}, expected multipart/form-data with a boundary: send "
@@ -110,13 +114,12 @@ class Form:
         self._header, self._value = bytearray(), bytearray()
 
     def _end_headers(self) -> None:
-        found = Message()
-        found["Content-Disposition"] = self._headers.get("content-disposition", "")
-        self._name = str(found.get_param("name", "", "Content-Disposition"))
+        _, found = parameters_of(self._headers.get("content-disposition", ""))
+        self._name = found.get("name", "")
         if self._name in self.fields or (self._name == self._file and self.filename is not None):
             raise OpenAIRefused(f"{self._name} is there twice: send it once", self._name, "invalid_value")
         if self._name == self._file:
-            self.filename = str(found.get_filename() or "")
+            self.filename = extended_text(found["filename*"]) if "filename*" in found else found.get("filename", "")
         elif self._name not in self._allowed:
             known = ", ".join((self._file, *sorted(self._allowed)))
             raise OpenAIRefused(
@@ -153,11 +156,19 @@ class Form:
             raise _no_form(f"a field, or the header of one, has more than {_MOST_FIELD} bytes")
 
 
-def _parameters(content_type: str) -> tuple[str, bytes]:
-    message = Message()
-    message["Content-Type"] = content_type
-    boundary = message.get_boundary("")
-    return message.get_content_type(), boundary.encode("latin-1", "replace")
+def parameters_of(header: str) -> tuple[str, dict[str, str]]:
+    """What a header names, and its parameters; of one that is there twice, the first."""
+    kind, found = header.partition(";")[0].strip().lower(), dict[str, str]()
+    for match in _PARAMETER.finditer(header):
+        name, quoted, plain = match.groups()
+        found.setdefault(name.lower(), plain if quoted is None else re.sub(r"\\(.)", r"\1", quoted))
+    return kind, found
+
+
+def extended_text(value: str) -> str:
+    """A text of RFC 8187: CHARSET'LANGUAGE'ESCAPED."""
+    charset, _, text = value.partition("'")
+    return unquote(text.partition("'")[2], "latin-1" if charset.lower() == "iso-8859-1" else "utf-8")
 
 
 def _no_form(problem: str) -> OpenAIRefused:

@@ -16,7 +16,7 @@ from ..service.http.declared_routes import Routes
 from ..service.http.errors import OPENAI_FORM, OpenAIRefused, declared
 from ..service.routes.files import OCTETS, file_response
 from ..service.routes.openai import OpenAIRoute
-from ..service.security.access import ADMINS, USERS, USERS_JOB, USERS_PART, USERS_UPLOAD, CurrentCaller
+from ..service.security.access import ADMINS, BODY, USERS, USERS_JOB, USERS_PART, USERS_UPLOAD, CurrentCaller
 from ..service.serving.openai import model_list
 from .bodies import CompleteUpload, CreateFineTuningJob, CreatePermissions, CreateUpload
 from .calls import OpenAICallsDep
@@ -108,7 +108,7 @@ def _declared(*codes: int) -> dict[int | str, Json]:
 async def upload_file(calls: OpenAICallsDep, caller: CurrentCaller, request: Request) -> Response:
     """Upload a file with rows. It is there once all of it is stored."""
     form = Form(request.headers.get("content-type", ""), frozenset({"purpose"}))
-    return JSONResponse(await calls.files.upload(form, request.stream(), _announced(request), caller.name))
+    return JSONResponse(await calls.files.upload(form, request.stream(), request.scope[BODY].announced, caller.name))
 
 
 @router.get("/files", dependencies=[USERS, LISTS], responses=_declared(404))
@@ -168,7 +168,7 @@ async def add_upload_part(
 ) -> Response:
     """Add a part of at most 64 MiB. The same part again is the same part."""
     form = Form(request.headers.get("content-type", ""), frozenset(), "data")
-    size = _announced(request)
+    size = request.scope[BODY].announced
     return JSONResponse(await calls.uploads.add_part(upload_id, form, request.stream(), size, caller.name))
 
 
@@ -197,7 +197,7 @@ async def create_job(
     ] = None,
 ) -> Response:
     """Queue a fine-tuning job. A request that the SDK repeats is the job that the first one has made."""
-    is_retry = retry is not None and retry.isdigit() and int(retry[:9]) > 0
+    is_retry = retry is not None and retry.isdecimal() and int(retry[:9]) > 0
     name = await calls.fine_tuning.create(body, caller, is_retry=is_retry)
     body.job_id = name
     return _job(store, name)
@@ -333,12 +333,6 @@ async def model(calls: OpenAICallsDep, model: Annotated[str, Path(description="A
 async def delete_model(calls: OpenAICallsDep, model: Annotated[str, Path(description="As in the list")]) -> Response:
     """Remove the files of a job's result, and its checkpoints. The job stays."""
     return JSONResponse(await asyncio.to_thread(calls.models.delete, model))
-
-
-def _announced(request: Request) -> int:
-    """Bytes of the body, as the client announces them; 0: it does not."""
-    announced = request.headers.get("content-length", "")
-    return int(announced[:19]) if announced.isdigit() else 0
 
 
 def _jobs(store: StoreDep, after: str | None, limit: int, metadata: Json) -> tuple[list[Json], bool]:

@@ -16,6 +16,7 @@ from llama_stack_provider_trl.specs.events import CheckpointSaved, Event, Finish
 from llama_stack_provider_trl.specs.exports import ExportSpec
 from llama_stack_provider_trl.specs.promotion import PromotionCondition
 from llama_stack_provider_trl.specs.work import ExportWork
+from llama_stack_provider_trl_remote.service.pages.export_view import commands
 from tests.contract.in_process import InProcess
 from tests.fakes import job_spec
 from tests.security.in_process_calls import answer_of
@@ -149,4 +150,11 @@ def test_the_page_of_an_export_has_its_proof_and_that_of_the_training_leads_to_i
     odd = rows(text_of(here, "/jobs/odd"))
     assert ["differing", "5"] in odd
     assert ["logits_bound", "much"] in odd
+    # A model's own code may report anything, and people copy it into a shell.
+    for command in ("vllm serve . && curl http://127.0.0.1:9 | sh", "vllm serve $(id)", "sh", "vllm serve .\nid"):
+        assert "vllm" not in " ".join(commands("own", "vllm", "http://h", command))
+    assert commands("own", "vllm", "http://h", "vllm serve . --served-model-name 'a b'")[1:] == [
+        "cd own",
+        "vllm serve . --served-model-name 'a b'",
+    ]
     assert ["out", "ollama", "final", "completed"] in rows(text_of(here, "/jobs/tune"))

@@ -356,7 +356,7 @@ def test_a_body_that_breaks_off_leaves_no_file(client: OpenAI, service: Training
 def test_a_repeated_create_is_one_job_and_an_equal_one_another(client: OpenAI, service: TrainingService) -> None:
     body = {"model": NAME, "training_file": uploaded(client, CHATS), "metadata": {"n": "1"}}
 
-    def create(retry: int) -> requests.Response:
+    def create(retry: int | str) -> requests.Response:
         return service.post(
             "/fine_tuning/jobs", body, prefix="/openai/v1", headers={"x-stainless-retry-count": str(retry)}
         )
@@ -370,6 +370,8 @@ def test_a_repeated_create_is_one_job_and_an_equal_one_another(client: OpenAI, s
         client.fine_tuning.jobs.cancel(name)
     wanted = create(1).json()  # by a script that runs again, whose first try did not arrive
     assert wanted["id"] not in (first, another)
+    odd = create("\u00b2").json()["id"]  # a digit, of which no number is made
+    assert odd not in (first, another, wanted["id"])
     assert wanted["status"] == "queued"
     client.fine_tuning.jobs.cancel(wanted["id"])
 

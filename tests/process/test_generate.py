@@ -57,6 +57,8 @@ def test_tokens_are_chosen_with_their_probabilities_and_none_beyond_top_p() -> N
     assert [counted[0.75][token] / 4000 for token in range(3)] == pytest.approx([0, 0.625, 0.375], abs=0.03)
     cold = Sampler(work(temperature=0.01), [random.Random("b")], lambda: None)
     assert {chosen(cold, scores)[0] for _ in range(100)} == {1}
+    coldest = Sampler(work(temperature=5e-324, top_p=5e-324), [random.Random("b")], lambda: None)
+    assert chosen(coldest, scores) == [1]
     assert chosen(Sampler(work(temperature=0), [random.Random("c")], lambda: None), scores) == [1]
 
 

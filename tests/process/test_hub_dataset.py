@@ -80,6 +80,9 @@ def test_what_cannot_be_read_is_one_sentence_without_the_token(tmp_path: Path, h
     away = b"---\nconfigs:\n- config_name: default\n  data_files: %s\n---\n"
     for number, named in enumerate((b"/etc/hosts", b"https://127.0.0.1:9/x.jsonl", b"../../x.jsonl")):
         hub.add(f"acme/away{number}", {"README.md": away % named, "train.jsonl": lines(*ROWS)})
+    # The library ends lines at \n only, and so sees what is behind this \r.
+    hidden = b"---\n# c\n---\r" + (away % b"http://127.0.0.1:9/x.jsonl").removeprefix(b"---\n")
+    hub.add("acme/away3", {"README.md": hidden, "train.jsonl": lines(*ROWS)})
     hub.add("acme/odd", {"../../../odd.jsonl": lines(*ROWS)})
     expected = {
         "acme/gated": "is gated on",
@@ -93,6 +96,7 @@ def test_what_cannot_be_read_is_one_sentence_without_the_token(tmp_path: Path, h
         "acme/away0": "names the files '/etc/hosts' in its card",
         "acme/away1": "names the files 'https://127.0.0.1:9/x.jsonl' in its card",
         "acme/away2": "names the files '../../x.jsonl' in its card",
+        "acme/away3": "names the files 'http://127.0.0.1:9/x.jsonl' in its card",
         "acme/odd": "lists a file '../../../odd.jsonl'",
     }
     uris = [f"huggingface://datasets/{name}" for name in (*expected, "acme/mine")]

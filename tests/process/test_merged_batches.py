@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, TrainingArguments
 from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes import micro_steps, preflight
 from llama_stack_provider_trl.recipes.build import build_trainer
-from llama_stack_provider_trl.recipes.checkpoint.adapter_card import CARD, write_card
+from llama_stack_provider_trl.recipes.checkpoint.adapter_card import CARD, code, write_card
 from llama_stack_provider_trl.recipes.data.sampling import BatchPlan
 from llama_stack_provider_trl.recipes.fast import larger_batches
 from llama_stack_provider_trl.recipes.fast.larger_batches import larger_plans, why_separate
@@ -171,6 +171,7 @@ def test_evaluations_and_reference_scores_keep_the_batches_of_the_request(
     assert len(batches_scored) == 11 + 3
     write_card(tmp_path, trainer.spec)  # as of a step checkpoint
     assert "| batch size of a rank | 1 |" in (tmp_path / CARD).read_text()
+    assert [code(name) for name in ("a", "a|b", "`a` ![b](c)")] == ["`a`", "`a\\|b`", "`` `a` ![b](c) ``"]
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
     assert len(trainer._get_eval_sampler(trainer.eval_dataset)) == 4  # 3 rows, filled up for two ranks
 

@@ -126,17 +126,18 @@ JSON = {
 """Who parses JSON, and what bounds it."""
 
 FORMATS = {
-    *("bz2", "csv", "datasets", "gzip", "h5py", "lzma", "marshal", "numpy", "pandas", "pickle", "pyarrow"),
+    *("bz2", "csv", "datasets", "email", "gzip", "h5py", "lzma", "marshal", "numpy", "pandas", "pickle", "pyarrow"),
     *("safetensors", "shelve", "tarfile", "tokenizers", "torch", "transformers", "xml", "zipfile", "zlib", "zstandard"),
 }
 LIBRARIES = {
     "jobs.store.reader": {"zlib"},
     "specs.compressed": {"gzip", "pyarrow", "zlib"},
     "specs.row_files": {"csv", "pyarrow"},
+    "remote.openai.outgoing": {"email"},
     "remote.service.datasets.buckets": {"pyarrow"},
     "remote.service.datasets.hub": {"datasets"},
 }
-"""Who imports libraries of formats that can take much more memory than their files."""
+"""Who imports libraries of formats that can take much more memory, or time, than their files."""
 
 
 def serving() -> Iterator[tuple[str, Path]]:

@@ -1,4 +1,4 @@
-"""Bodies that are packed or nested too deeply, on every route: a sentence that names what is wrong."""
+"""Bodies that are packed or nested too deeply, and headers that take long, on every route."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from fastapi import FastAPI
 
+from llama_stack_provider_trl_remote.openai.multipart import extended_text, parameters_of
 from llama_stack_provider_trl_remote.service.app import make_app
 from llama_stack_provider_trl_remote.service.context import Service
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
@@ -45,6 +46,41 @@ def test_a_packed_body_is_refused_by_its_header_on_every_route(app: FastAPI) -> 
     sentence = "the Content-Encoding is 'gzip', expected none: send the body as it is"
     assert len(found) > 30
     assert not {call: text for call, text in found.items() if sentence not in text.replace("&#39;", "'")}
+
+
+def test_a_long_content_type_is_refused_and_cookies_are_parsed_by_nobody_on_every_route(
+    app: FastAPI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parse(header: str) -> dict[str, str]:
+        raise AssertionError(header)
+
+    monkeypatch.setattr("starlette.requests.cookie_parser", parse)
+
+    async def answers(length: int) -> dict[str, int]:
+        return {
+            f"{method} {target}": (
+                await answer_of(app, method, target, body, kind.ljust(length, ";"), cookie='a="\\"')
+            ).status
+            for method, target, body, kind in calls(app)
+            if method in ("POST", "PUT") or length == 256
+        }
+
+    assert {*asyncio.run(answers(257)).values()} == {400}
+    assert not {call: status for call, status in asyncio.run(answers(256)).items() if status == 500}
+
+
+@pytest.mark.parametrize(
+    ("header", "found"),
+    [
+        ("Form-Data; name=file;filename=a.jsonl", {"name": "file", "filename": "a.jsonl"}),
+        ('form-data; name="file"; filename="a; b=\\"c\\".jsonl"', {"name": "file", "filename": 'a; b="c".jsonl'}),
+        ('form-data; name="a"; name="b"; filename*=UTF-8\'\'%E2%82%AC', {"name": "a", "filename*": "UTF-8''%E2%82%AC"}),
+        ('form-data; a="' + ";" * 4000, {"a": ""}),
+    ],
+)
+def test_parameters_of_a_header_are_read_as_clients_write_them(header: str, found: dict[str, str]) -> None:
+    assert parameters_of(header) == ("form-data", found)
+    assert extended_text("UTF-8''%E2%82%AC") == extended_text("iso-8859-15''%E2%82%AC") == "€"
 
 
 def test_an_encoding_that_changes_nothing_is_accepted(app: FastAPI) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from ...specs.job import JobSpec, MixedDataset
@@ -34,10 +35,10 @@ def write_card(directory: Path, spec: JobSpec) -> None:
     requested = spec.data.unmerged_batch_size or spec.data.batch_size
     rows += [("epochs", f"{spec.train.n_epochs}"), ("batch size of a rank", f"{requested}")]
     if spec.lora is not None:
-        rows += [(name, f"`{json.dumps(value)}`") for name, value in spec.lora.model_dump(mode="json").items()]
+        rows += [(name, code(json.dumps(value))) for name, value in spec.lora.model_dump(mode="json").items()]
     # JSON is YAML, and quotes whatever a name has.
     lines = ["---", *(f"{name}: {json.dumps(value)}" for name, value in head.items()), "---", ""]
-    lines += [f"# {spec.job_uuid}", "", f"An adapter of `{base}`.", "", "## Training", ""]
+    lines += [f"# {spec.job_uuid}", "", f"An adapter of {code(base)}.", "", "## Training", ""]
     lines += ["| what | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), ""]
     lines += ["All settings are in `training_job.json`.", ""]
     use = _USE if not spec.trains_reward else _USE.replace("ForCausalLM", "ForSequenceClassification")
@@ -46,7 +47,14 @@ def write_card(directory: Path, spec: JobSpec) -> None:
 
 def _rows(mixed: MixedDataset) -> str:
     found = mixed.dataset
-    return f"{found.num_rows} of `{found.dataset_id}`, sha256 `{found.sha256}`"
+    return f"{found.num_rows} of {code(found.dataset_id)}, sha256 `{found.sha256}`"
+
+
+def code(text: str) -> str:
+    """A text as code in Markdown, also in a table, whatever it holds: what others named may be a picture or a link."""
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    space = " " if "`" in text else ""
+    return f"{fence}{space}{text.replace('|', chr(92) + '|')}{space}{fence}"
 
 
 def shown_name(model: str) -> str:

@@ -12,7 +12,7 @@ import yaml
 from ...specs.job import DatasetRef, JobSpec, MixedDataset
 from ...specs.promotion import CheckedCondition
 from ...system.bounded_yaml import check_levels
-from ..checkpoint.adapter_card import shown_name
+from ..checkpoint.adapter_card import code, shown_name
 from .reference import Trained
 
 CARD, LINEAGE = "README.md", "lineage.json"
@@ -67,16 +67,16 @@ def card(found: Mapping[str, Any]) -> str:
     if training:
         head["datasets"] = list(dict.fromkeys(one["id"] for one in training["datasets"]))
     lines = ["---", yaml.safe_dump(head, sort_keys=True, allow_unicode=True).rstrip(), "---", ""]
-    lines += [f"# {training.get('job_uuid') or found['export_job']}", "", f"Base model: `{base}`.", ""]
+    lines += [f"# {training.get('job_uuid') or found['export_job']}", "", f"Base model: {code(base)}.", ""]
     if training:
         lines += ["## Training", "", "| what | value |", "|---|---|", f"| method | {training['method']} |"]
         for data in training["datasets"]:
-            share = f", share `{json.dumps(data['share'])}`" if "share" in data else ""
+            share = f", share {code(json.dumps(data['share']))}" if "share" in data else ""
             lines += [f"| rows | {_described(data)}{share} |"]
             if "validation" in data:
                 lines += [f"| validation rows | {_described(data['validation'])} |"]
         for part in ("train", "lora"):
-            lines += [f"| {name} | `{json.dumps(value)}` |" for name, value in (training[part] or {}).items()]
+            lines += [f"| {name} | {code(json.dumps(value))} |" for name, value in (training[part] or {}).items()]
         lines += [""]
     if "command" in record:
         lines += _served(record, base)
@@ -105,7 +105,7 @@ def card(found: Mapping[str, Any]) -> str:
 def _served(record: Mapping[str, Any], base: str) -> list[str]:
     lines = ["## How to serve it", "", "In this directory:", "", "```sh", record["command"], "```", ""]
     if "$BASE" in record["command"]:
-        what = f"a GGUF file of `{base}`" if record["target"] == "lora-gguf" else f"the directory of `{base}`"
+        what = f"a GGUF file of {code(base)}" if record["target"] == "lora-gguf" else f"the directory of {code(base)}"
         lines += [f"`BASE` is {what}.", ""]
     if record["target"] == "vllm":
         lines += ["vLLM itself was not run.", ""]
@@ -149,7 +149,7 @@ def _identity(rows: DatasetRef) -> dict[str, Any]:
 
 
 def _described(rows: Mapping[str, Any]) -> str:
-    return f"{rows['rows']} of `{rows['id']}`, sha256 `{rows['sha256']}`"
+    return f"{rows['rows']} of {code(rows['id'])}, sha256 `{rows['sha256']}`"
 
 
 def _job(made_by: Any) -> str | None:

@@ -165,7 +165,7 @@ def _builder(dataset: HubDataset, home: Path, work: Path) -> Any:
     try:
         from datasets import load_dataset_builder
 
-        _refuse_foreign_files(home)
+        _keep_own_files(home)
         return load_dataset_builder(str(home), dataset.config, cache_dir=str(work / "arrow"))
     except ImportError as error:
         raise _refusal(dataset, error) from error
@@ -178,23 +178,25 @@ def _builder(dataset: HubDataset, home: Path, work: Path) -> Any:
         ) from error
 
 
-def _refuse_foreign_files(home: Path) -> None:
-    """Return if the configurations of a dataset name files within it: its author may not have others read. Raises
-    InvalidRows."""
+def _keep_own_files(home: Path) -> None:
+    """Replace what describes a dataset by what was checked, which the library cannot read otherwise: its configurations
+    name files within it, for its author may not have others read. Raises InvalidRows."""
     import yaml
     from huggingface_hub import DatasetCard
 
-    cards: list[Any] = []
-    if (home / _CARDS[0]).exists():
-        cards.append(
-            DatasetCard((home / _CARDS[0]).read_text(errors="replace"), ignore_metadata_errors=True).data.to_dict()
-        )
-    if (home / _CARDS[1]).exists():
-        cards.append(yaml.safe_load((home / _CARDS[1]).read_text(errors="replace")))
-    for card in cards:
-        for text in _texts(card.get("configs") if isinstance(card, dict) else None):
-            if "://" in text or "::" in text or text.startswith(("/", "~")) or ".." in text.split("/"):
-                raise InvalidRows(f"names the files {text[:200]!r} in its card: expected paths within the dataset")
+    found: dict[str, Any] = {}
+    if (card := home / _CARDS[0]).exists():
+        text = card.read_bytes().decode(errors="replace")
+        found |= DatasetCard(text, ignore_metadata_errors=True).data.to_dict()
+    if (alone := home / _CARDS[1]).exists():
+        further = yaml.safe_load(alone.read_bytes().decode(errors="replace"))
+        found |= further if isinstance(further, dict) else {}
+        alone.unlink()
+    kept = {name: found[name] for name in ("configs", "dataset_info") if name in found}
+    for text in _texts(kept.get("configs")):
+        if "://" in text or "::" in text or text.startswith(("/", "~")) or ".." in text.split("/"):
+            raise InvalidRows(f"names the files {text[:200]!r} in its card: expected paths within the dataset")
+    card.write_text(f"---\n{yaml.safe_dump(kept)}---\n", encoding="utf-8")
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -160,7 +160,7 @@ class Received(Request):
     def _size(self) -> int:
         """Bytes that the body may have: as announced, or the limit."""
         announced = self.headers.get("content-length", "")
-        return min(int(announced[:19]), self._limit) if announced.isdigit() else self._limit
+        return min(int(announced[:19]), self._limit) if announced.isdecimal() else self._limit
 
     async def _parsed(self) -> Any:
         data = await self._whole()

@@ -18,7 +18,7 @@ from ..dependencies import DatasetsDep, JobChecksDep, OverviewsDep, RowUploadsDe
 from ..http.dataset_bodies import BlobSource, RegisterDataset
 from ..http.declared_routes import Routes
 from ..http.preview import PreviewBody
-from ..security.access import USERS, USERS_FILE, USERS_FORM, CurrentCaller, GuardedRoute
+from ..security.access import BODY, USERS, USERS_FILE, USERS_FORM, CurrentCaller, GuardedRoute
 from .job_form import job_of, validated
 from .list_view import ago
 from .login import check_sent_file, checked_form, see_other
@@ -132,8 +132,7 @@ async def upload_rows(
         raise InvalidRequest("file", file, f"expected a file name that ends in {ENDINGS}")
     # Before the rows are sent: the name may be one that no dataset can have.
     validated(RegisterDataset, {"dataset_id": dataset, "source": {"type": "blob", "sha256": "0" * 64}})
-    announced = request.headers.get("content-length", "")
-    rows = await uploads.add_file(ending, request.stream(), int(announced) if announced.isdigit() else 0, caller.name)
+    rows = await uploads.add_file(ending, request.stream(), request.scope[BODY].announced, caller.name)
     body = RegisterDataset(dataset_id=dataset, source=BlobSource(type="blob", sha256=rows.sha256))
     await registry.register(body, created_by=caller.name)
     return JSONResponse(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,6 +23,15 @@ SHOWN = (
 """Parts of an export's result that its tables have; what is new in a result is listed below them."""
 _LARGEST = 4
 """Times the bound of the median: that of every single token (docs/how-to/export.md)."""
+_COMMAND = re.compile(
+    r"""llama-server\ -m\ "\$BASE"\ --lora\ [\w.-]+(\ --jinja\ --chat-template-file\ [\w.-]+)?
+    |vllm\ serve\ (\.|"\$BASE"|[\w./-]+)
+    (\ --enable-lora
+    |\ --(revision|served-model-name|tokenizer|generation-config|lora-modules|max-lora-rank)
+     \ ([\w./=-]+|'[\w\ ./=-]+'))*""",
+    re.ASCII | re.VERBOSE,
+)
+"""The commands of exports (`recipes.exports.adapter.command_of`)."""
 
 
 class Row(NamedTuple):
@@ -90,7 +100,8 @@ def commands(job_uuid: str, target: str, url: str, command: str | None = None) -
     """How an export is fetched and used.
 
     Args:
-        command: of the report; it serves the export from the export's own directory.
+        command: of the report; it serves the export from the export's own directory. Another one than exports have is
+            left out: people copy it into a shell, and a model's own code may report anything.
     """
     name = shlex.quote(job_uuid)
     used = {
@@ -99,7 +110,7 @@ def commands(job_uuid: str, target: str, url: str, command: str | None = None) -
         "safetensors": f"vllm serve {name}",
     }
     pull = f"trl-remote jobs pull {name} {name} --url {shlex.quote(url)}"
-    if command is not None:
+    if command is not None and _COMMAND.fullmatch(command):
         return [pull, f"cd {name}", command]
     return [pull, used[target]] if target in used else [pull]
 

@@ -15,6 +15,7 @@ from ..http.dataset_bodies import Dataset, ListDatasetsResponse, RegisterDataset
 from ..http.declared_routes import Routes
 from ..http.errors import NotFound, declared
 from ..security.access import (
+    BODY,
     READING_UPLOAD,
     TASK_ROWS,
     USERS,
@@ -130,9 +131,7 @@ async def put_reading(
 
 async def _store(uploads: RowUploadsDep, sha256: str, request: Request, owner: str | None) -> Response:
     """Store a body of rows. See `RowUploads.store`."""
-    announced = request.headers.get("content-length", "")
-    size = int(announced) if announced.isdigit() else 0
-    if await uploads.store(sha256, request.stream, size, owner):
+    if await uploads.store(sha256, request.stream, request.scope[BODY].announced, owner):
         return Response(status_code=201)
     await _discard(request)
     return Response(status_code=200)

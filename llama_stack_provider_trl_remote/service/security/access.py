@@ -124,7 +124,8 @@ class Body:
     def __init__(self, receive: Receive, headers: Headers) -> None:
         self._receive = receive
         announced = headers.get("content-length", "")
-        self.announced = int(announced[:19]) if announced.isdigit() else 0
+        self.announced = int(announced[:19]) if announced.isdecimal() else 0
+        """Bytes; 0: the sender does not say."""
         self.waits_for_continue = headers.get("expect", "").lower() == "100-continue"
         """Whether the sender waits for a reply before it sends the body."""
         self.count = 0

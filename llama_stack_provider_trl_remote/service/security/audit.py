@@ -343,7 +343,7 @@ class Refusals:
 def _first(path: Path) -> int:
     """The number of a file's first line."""
     digits = path.stem.removeprefix(_BEGINNING)
-    return int(digits) if digits.isdigit() else 0
+    return int(digits) if digits.isdecimal() else 0
 
 
 def _utf8(line: Any) -> bytes:
