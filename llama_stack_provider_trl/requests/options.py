@@ -475,11 +475,11 @@ class ProviderOptions(Documented, CheckedNames):
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(["provider_options", *map(str, first["loc"])])
-            block = _BLOCKS.get(str(first["loc"][0])) if len(first["loc"]) > 1 else None
-            names = list((block or cls).model_fields)
+            problem = problem_of(first)
             if first["type"] == "extra_forbidden":
-                problem = f"there is no such option{nearest(first['loc'][-1], names)}"
-            else:
-                problem = problem_of(first)
+                block = _BLOCKS.get(str(first["loc"][0])) if len(first["loc"]) > 1 else None
+                names = list((block or cls).model_fields)
+                known = f"the options are: {', '.join(names)}"
+                problem = f"there is no such option{nearest(first['loc'][-1], names)}; {known}"
             # Without its cause, which Llama Stack would log: it takes 10 s to highlight a name of 30,000 characters.
-            raise InvalidRequest(field, first["input"], f"{problem}; the options are: {', '.join(names)}") from None
+            raise InvalidRequest(field, first["input"], problem) from None

@@ -217,6 +217,5 @@ def _tracker(export: ExportRecord) -> dict[str, Any]:
 def _error(job: JobRecord) -> dict[str, Any] | None:
     if job.reason is None:
         return None
-    message = f"{job.message}\n{job.advice}" if job.advice else job.message
     log_path = str(job.log_path) if job.log_path else None
-    return {"reason": job.reason.value, "message": message, "log_path": log_path}
+    return {"reason": job.reason.value, "message": job.advised, "log_path": log_path}

@@ -90,7 +90,9 @@ async def show(client: ServiceClient, options: Namespace) -> int:
     status = await client.status(options.job_uuid)
     step = ((status.get("resources_allocated") or {}).get("progress") or {}).get("step")
     points = (await client.get(job_path(options.job_uuid, "/metrics"), after=step - 1))["data"] if step else ()
-    show_lines(*status_lines(status, points, config=options.config))
+    # An attempt that has resumed is behind the steps of the one before.
+    newest = {point["kind"]: point for point in points}
+    show_lines(*status_lines(status, tuple(newest.values()), config=options.config))
     return 0
 
 

@@ -13,7 +13,7 @@ from llama_stack_provider_trl.errors import JobNotFound, ServiceRefusal, Service
 if TYPE_CHECKING:
     from ..client import ServiceClient
 
-_NEAR = 0.6
+_NEAR = 0.65
 """Likeness from which on a name may be the one that was meant."""
 _MOST_NAMES = 1000
 _END = r"(?![\w/-])"
@@ -87,7 +87,8 @@ async def _nearest(client: ServiceClient, options: Namespace, detail: str) -> st
                     names = await fetch(client)
                 except (ServiceRefusal, ServiceUnreachable):
                     return None
-                return next(iter(difflib.get_close_matches(job, names, 1, _NEAR)), None)
+                # What is known is there: something of it is missing.
+                return None if job in names else next(iter(difflib.get_close_matches(job, names, 1, _NEAR)), None)
     return None
 
 

@@ -46,11 +46,10 @@ async def watch(
     async def follow(job_uuid: str) -> dict[str, Any]:
         async for status in statuses(client, job_uuid, interval, display.note, config=False):
             display.show(status)
+        display.end(status)
         return status
 
-    ended = await asyncio.gather(*map(follow, names))
-    display.end(ended)
-    return ended
+    return await asyncio.gather(*map(follow, names))
 
 
 async def watch_changes(
@@ -181,12 +180,15 @@ class _Display:
         self._clear()
         note(text)
 
-    def end(self, ended: Sequence[dict[str, Any]]) -> None:
+    def end(self, status: dict[str, Any]) -> None:
+        """Print how a job has ended, above the lines of those that go on."""
         self._clear()
-        for status in ended:
-            for line in _ending(status):
-                show_lines(self._named(status["job_uuid"], line), to=self.output)
+        del self.last[status["job_uuid"]]
+        for line in _ending(status):
+            show_lines(self._named(status["job_uuid"], line), to=self.output)
         self.output.flush()
+        if self.redraws and self.last:
+            self._draw()
 
     def _named(self, job_uuid: str, line: str) -> str:
         return f"{job_uuid:<{self.width}}  {line}" if self.width else line

@@ -170,7 +170,7 @@ def _error(job: JobRecord) -> Json | None:
         return None
     reason = job.reason or Reason.internal
     param = {Reason.invalid_dataset: "training_file", Reason.invalid_model: "model"}.get(reason)
-    return {"code": reason.value, "message": f"{job.message} {job.advice}".strip(), "param": param}
+    return {"code": reason.value, "message": job.advised, "param": param}
 
 
 def _checkpoint_id(job: JobRecord, checkpoint: CheckpointRecord) -> str:

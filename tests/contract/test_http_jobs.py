@@ -232,7 +232,7 @@ def test_a_failed_job_reports_why_what_to_do_and_where_the_log_is(failed: Json) 
     error = failed["resources_allocated"]["error"]
     assert error["reason"] == "invalid_model"
     assert "broken" in error["message"]
-    assert "Name a model that transformers can load" in error["message"]
+    assert "Repair the model as the message describes" in error["message"]
     assert Path(error["log_path"]).is_file()
     assert failed["completed_at"] is not None
 

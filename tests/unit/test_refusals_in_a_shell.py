@@ -72,6 +72,8 @@ def test_the_name_that_was_meant_is_named() -> None:
     assert error_of(JobNotFound("sft-question"), job_uuid="sft-question").endswith("; was sft-questions meant?")
     assert error_of(JobNotFound("otter"), job_uuids=["sft-questions", "otter"]).endswith("; was other meant?")
     missing = ServiceRefusal(URL, 404, "dataset 'questions2' not found")
+    no_log = ServiceRefusal("http://h", 404, "attempt 2 of job 'other' has no log of rank 5")
+    assert error_of(no_log, job_uuid="other") == str(no_log)
     assert error_of(missing, dataset_id="questions2").endswith("; was questions meant?")
     assert "meant" not in error_of(JobNotFound("nothing like it"), job_uuid="nothing like it")
     assert "meant" not in error_of(ServiceRefusal(URL, 409, "job 'other2' is running"), job_uuid="other2")

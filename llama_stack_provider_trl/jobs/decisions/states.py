@@ -84,7 +84,9 @@ _AGAIN = "submit it again under another job_uuid"
 """A job that has ended keeps its name."""
 REASONS: dict[Reason, Remedy] = {
     Reason.invalid_dataset: Remedy(None, f"Change the setting or the rows that the message names and {_AGAIN}."),
-    Reason.invalid_model: Remedy(None, "Name a model that transformers can load: a local directory or a hub id."),
+    Reason.invalid_model: Remedy(
+        None, "Repair the model as the message describes, or name another one: a local directory or a hub id."
+    ),
     Reason.invalid_request: Remedy(None, f"Change the request as the message describes and {_AGAIN}."),
     Reason.launch_failed: Remedy(
         10.0,

@@ -109,6 +109,12 @@ class JobRecord:
         """The remedy for the failure, as a sentence; empty where there is none."""
         return REASONS[self.reason].advice if self.reason else ""
 
+    @property
+    def advised(self) -> str:
+        """The message, and below it the remedy of a failure."""
+        end = "" if self.message.endswith((".", "?", "!")) else "."
+        return f"{self.message}{end}\n{self.advice}" if self.advice else self.message
+
 
 class ChainedJob(NamedTuple):
     """A job before or after another one."""

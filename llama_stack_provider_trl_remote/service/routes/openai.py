@@ -78,7 +78,8 @@ def _param_of(error: Exception) -> str | None:
         return error.param
     if isinstance(error, RequestValidationError):
         _, *path = error.errors()[0]["loc"]
-        return ".".join(map(str, path)) or None
+        # Between the fields are pydantic's names of what a union may be, such as `constrained-int`.
+        return ".".join(str(part) for part in path if str(part).isidentifier() or isinstance(part, int)) or None
     return error.field if isinstance(error, InvalidRequest | NotFound) and not isinstance(error, InvalidRows) else None
 
 
