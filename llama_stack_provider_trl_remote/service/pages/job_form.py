@@ -390,13 +390,11 @@ class FormCheck(NamedTuple):
 
 
 CHECKS = {
-    "": FormCheck("none: loss and accuracy of tokens", {}),
-    "exact": FormCheck("the answer is the expected text", {"type": "exact"}),
-    "same": FormCheck(
-        "the answer is the expected text, but for case and white space", {"type": "exact", "normalize": True}
-    ),
-    "regex": FormCheck("the answer has a pattern", {"type": "regex"}),
-    "json": FormCheck("the answer is JSON", {"type": "json"}),
+    "": FormCheck("none: their loss is measured", {}),
+    "exact": FormCheck("the expected text", {"type": "exact"}),
+    "same": FormCheck("the expected text, but for case and space", {"type": "exact", "normalize": True}),
+    "regex": FormCheck("a pattern in the answer", {"type": "regex"}),
+    "json": FormCheck("JSON", {"type": "json"}),
 }
 """Value of the field `check` -> the check."""
 
@@ -417,8 +415,9 @@ def work_of(fields: Mapping[str, str]) -> dict[str, Any]:
     if "checks" in needs and fields.get("check"):
         if fields["check"] not in CHECKS:
             raise InvalidRequest("check", fields["check"], f"expected one of {', '.join(filter(None, CHECKS))}")
-        references = _given(fields, ("check_column", "column", str), ("check_pattern", "pattern", str))
-        body["checks"] = [{**CHECKS[fields["check"]].check, **references}]
+        check = CHECKS[fields["check"]].check
+        pattern = [("check_pattern", "pattern", str)] if check["type"] == "regex" else []
+        body["checks"] = [{**check, **_given(fields, ("check_column", "column", str), *pattern)}]
     options = _object(fields.get("options", ""), "provider_options", '{"priority": "low"}')
     if fields.get("priority"):
         options = _merged({"priority": fields["priority"]}, options, "provider_options.")

@@ -153,7 +153,9 @@ async def submit_job(
 async def _check_work(
     request: Request, registry: DatasetsDep, store: Store, settings: ServiceSettings, fields: dict[str, str]
 ) -> Response:
-    """The form of a job of another kind, with what is wrong with its fields."""
+    """The form of a job of another kind, with what is wrong with its fields; nothing yet where one is empty."""
+    if not all(fields.get(name, "").strip() for name in ("job", *FORM_KINDS[fields["kind"]].needs) if name != "checks"):
+        return await _page(request, registry, store, settings, fields)
     try:
         fields = await asyncio.to_thread(with_known_model, fields, store)
         await _body(fields)
