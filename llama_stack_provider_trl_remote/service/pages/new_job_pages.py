@@ -15,6 +15,7 @@ from fastapi import Query, Request, Response
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.store.reader import read_request
 from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.specs.custom import custom_names
 from llama_stack_provider_trl.specs.exports import ExportTarget
 from llama_stack_provider_trl.system.hub_cache import cached_models, is_offline
@@ -56,6 +57,7 @@ from .login import checked_form, see_other
 from .rendering import page
 from .route import PageRoute, problem_of
 
+_SCHEDULES = get_args(ProviderOptions.model_fields["lr_scheduler"].annotation)
 _MODELS = 100
 """Jobs whose models are suggested."""
 router = Routes(PageRoute, prefix="/new", include_in_schema=False)
@@ -227,6 +229,7 @@ async def _page(
         presets=PRESETS,
         preset=preset_of(fields),
         address=partial(_address, kept),
+        schedules=[("", f"{_SCHEDULES[0]} (default)"), *((one, one) for one in _SCHEDULES[1:])],
         tunings=[*TUNINGS.items()],
         rank=LORA_RANK,
         rates=rates_of(fields.get("method")),
