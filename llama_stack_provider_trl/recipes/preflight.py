@@ -248,7 +248,7 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
     of_rows = [
         *prepared.report.warnings,
         *(validation.report.warnings if validation else ()),
-        *duplicates(spec.data.duplicates, prepared.counted(), validation and validation.counted()),
+        *duplicates(spec.data.duplicates, prepared.counted(), validation.counted() if validation else None),
     ]
     try_exports(spec, tokenizer, notes.append)
     lost = lost_by_reward_models(spec, writer.heartbeat)

@@ -70,8 +70,16 @@ async def playground_page(
         known = [*dict.fromkeys([models.base, *filter(None, [models.tuned]), *models.others, *known])]
     fields["votes"] = fields["votes"] or (f"votes-{job}" if job else "votes")
     datasets = await asyncio.to_thread(registry.names)
-    values = {"job": job, "fields": fields, "models": known, "datasets": datasets, "busy": busy, "is_beside": is_beside}
-    return page(request, "playground.html", **values)
+    return page(
+        request,
+        "playground.html",
+        job=job,
+        fields=fields,
+        models=known,
+        datasets=datasets,
+        busy=busy,
+        is_beside=is_beside,
+    )
 
 
 @calls.post("/answers", dependencies=[USERS_CHAT_FORM])
