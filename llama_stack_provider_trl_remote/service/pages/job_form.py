@@ -391,8 +391,8 @@ class FormCheck(NamedTuple):
 
 CHECKS = {
     "": FormCheck("none: their loss is measured", {}),
-    "exact": FormCheck("the expected text", {"type": "exact"}),
-    "same": FormCheck("the expected text, but for case and space", {"type": "exact", "normalize": True}),
+    "exact": FormCheck("the expected text, else the row's answer", {"type": "exact"}),
+    "same": FormCheck("the same but for case and space", {"type": "exact", "normalize": True}),
     "regex": FormCheck("a pattern in the answer", {"type": "regex"}),
     "json": FormCheck("JSON", {"type": "json"}),
 }
