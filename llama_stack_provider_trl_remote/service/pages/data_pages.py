@@ -22,7 +22,6 @@ from ..http.dataset_bodies import BlobSource, RegisterDataset
 from ..http.declared_routes import Routes
 from ..http.preview import PreviewBody
 from ..security.access import USERS, USERS_FILE, USERS_FORM, CurrentCaller, GuardedRoute
-from ..settings import ServiceSettings
 from .job_form import job_of, validated
 from .list_view import ago
 from .login import check_sent_file, checked_form, see_other
@@ -190,9 +189,7 @@ async def preview_page(
     return page(request, "tokens.html", status, **values, **await _form(registry, store, settings, fields))
 
 
-async def _form(
-    registry: DatasetsDep, store: Store, settings: ServiceSettings, fields: dict[str, str]
-) -> dict[str, Any]:
+async def _form(registry: DatasetsDep, store: Store, settings: SettingsDep, fields: dict[str, str]) -> dict[str, Any]:
     return {
         "fields": fields,
         "datasets": await asyncio.to_thread(registry.names),

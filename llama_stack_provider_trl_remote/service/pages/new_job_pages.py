@@ -15,9 +15,9 @@ from fastapi import Query, Request, Response
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.store.reader import read_request
 from llama_stack_provider_trl.jobs.store.store import Store
-from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.specs.custom import custom_names
 from llama_stack_provider_trl.specs.exports import ExportTarget
+from llama_stack_provider_trl.specs.job import OptimizerSpec
 from llama_stack_provider_trl.system.hub_cache import cached_models, is_offline
 from llama_stack_provider_trl.system.offload import in_work_thread
 
@@ -31,7 +31,6 @@ from ..http.bodies import (
 from ..http.declared_routes import Routes
 from ..jobs.submissions import JobBody
 from ..security.access import USERS, USERS_JOB_FORM, CurrentCaller
-from ..settings import ServiceSettings
 from .job_form import (
     CHECKS,
     FORM_KINDS,
@@ -57,7 +56,7 @@ from .login import checked_form, see_other
 from .rendering import page
 from .route import PageRoute, problem_of
 
-_SCHEDULES = get_args(ProviderOptions.model_fields["lr_scheduler"].annotation)
+_SCHEDULES = get_args(OptimizerSpec.model_fields["scheduler"].annotation)
 _MODELS = 100
 """Jobs whose models are suggested."""
 router = Routes(PageRoute, prefix="/new", include_in_schema=False)
@@ -153,7 +152,7 @@ async def submit_job(
 
 
 async def _check_work(
-    request: Request, registry: DatasetsDep, store: Store, settings: ServiceSettings, fields: dict[str, str]
+    request: Request, registry: DatasetsDep, store: Store, settings: SettingsDep, fields: dict[str, str]
 ) -> Response:
     """The form of a job of another kind, with what is wrong with its fields; nothing yet where one is empty."""
     if not all(fields.get(name, "").strip() for name in ("job", *FORM_KINDS[fields["kind"]].needs) if name != "checks"):
@@ -198,7 +197,7 @@ async def _page(
     request: Request,
     registry: DatasetsDep,
     store: Store,
-    settings: ServiceSettings,
+    settings: SettingsDep,
     fields: dict[str, str],
     code: int = 200,
     found: Any = None,
