@@ -155,7 +155,7 @@ def test_the_button_of_answers_has_the_name_of_their_page_and_differs_from_that_
     templates = Path(job_view.__file__).parent / "templates"
     source = (templates / "job.html").read_text()
     assert ">Answers of several jobs</a>" in source
-    assert "/samples\">Answers</a>" in source
+    assert '/samples">Answers</a>' in source
     assert "<h1>Answers</h1>" in (templates / "samples.html").read_text()
 
 
