@@ -23,7 +23,7 @@ from ..system.process import allocated_memory, available_memory, limit_memory, m
 from .data.chat import check_chat_template
 from .data.duplicates import duplicates
 from .data.lengths import histogram, lengths_before_packing, row_lengths
-from .data.mixed import training_rows
+from .data.mixed import training_rows, validation_rows
 from .data.mixture import Mixture
 from .data.padding import problem_of_padding
 from .data.prepare import DataReport
@@ -270,11 +270,17 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
         spec.train.samples, tokenizer, positions_of(spec.source), spec.data.dropped_turns, embeddings
     )
     teacher = load_teacher_tokenizer(spec)
-    refs = [one.dataset for one in spec.data.mixed]
+    refs = [ref for one in spec.data.mixed for ref in (one.dataset, one.validation)]
     preparation = Preparation(spec, tokenizer, writer, *refs, teacher=teacher, embeddings=embeddings)
     cap = spec.train.max_steps_per_epoch
     prepared = training_rows(preparation, spec.data, None if cap is None else cap * spec.rows_per_step)
-    of_rows = [*prepared.report.warnings, *duplicates(spec.data.duplicates, prepared.counted())]
+    steps = spec.data.max_validation_steps
+    validation = validation_rows(preparation, spec.data, None if steps is None else steps * spec.data.batch_size)
+    of_rows = [
+        *prepared.report.warnings,
+        *(validation.report.warnings if validation else ()),
+        *duplicates(spec.data.duplicates, prepared.counted(), validation.counted() if validation else None),
+    ]
     try_exports(spec, tokenizer, notes.append)
     lost = lost_by_reward_models(spec, writer.heartbeat)
     requested = spec

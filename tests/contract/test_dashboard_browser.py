@@ -186,7 +186,7 @@ def test_ticked_jobs_are_compared_in_charts_with_a_curve_of_each(window: Window)
     for job in ("alive", "dpo"):
         window.page.check(f"input[value={job}]")
     window.page.set_viewport_size({"width": 1280, "height": 5000})
-    window.page.click("text=Compare ticked")
+    window.page.click("text=Compare selected")
     window.wait_for_charts()
     poll(lambda: set(drawn(window).get("Loss", ())) == {"alive", "dpo"}, "losses are drawn", timeout=20)
     poll(lambda: set(drawn(window).get("rewards/margins", ())) == {"dpo"}, "margins are drawn", timeout=20)
@@ -206,25 +206,58 @@ def test_a_job_is_checked_while_its_form_is_filled_in_and_queued(window: Window,
     window.page.click("text=Full fine-tuning")
     assert window.page.inner_text(chosen) == "Full fine-tuning"
     assert (window.page.input_value("#tuning"), window.page.input_value("#job")) == ("full", "by-form")
+    assert not window.page.is_visible("#lora_rank")
     window.page.click(".presets a >> nth=0")
     assert (window.page.input_value("#tuning"), window.page.input_value("#lora_rank")) == ("lora", "16")
     window.fill(model=str(tiny_model()), dataset="questions", epochs="2")
     # Not any answer: between two fields the form may have been checked without the second one.
     window.page.wait_for_selector("#answer:has-text('80 = 2 x 40') .state.completed", timeout=60_000)
     assert "n_epochs: 2" in window.page.inner_text("#same")
-    assert window.page.inner_text("#answer p >> nth=0") == "It fits"
+    assert window.page.inner_text("#answer p >> nth=0") == "Fits"
     window.fill(max_seq_length="1")
     window.page.wait_for_selector("#answer [role=alert]", timeout=60_000)
     assert "max_seq_length" in window.page.inner_text("#answer [role=alert]")
     assert window.faults() == []
-    window.fill(max_seq_length="64", epochs="1")
+    # What the preflight alone finds is told before the job is queued, beside its button, and at the field.
+    window.fill(max_seq_length="2")
+    window.page.wait_for_selector("#answer [role=alert]:has-text('raise max_seq_length')", timeout=60_000)
+    assert window.page.inner_text("#answer [data-field]") == "Max sequence length (tokens)"
+    assert window.page.locator("[aria-invalid]").evaluate_all("all => all.map((one) => one.id)") == ["max_seq_length"]
+    window.page.locator("#queue").scroll_into_view_if_needed()
+    assert window.page.locator("#answer [role=alert]").evaluate("one => one.getBoundingClientRect().top >= 0")
+    assert window.questions == []
     window.page.click("text=Queue the job")
     window.page.wait_for_selector("h1:has-text('by-form')")
-    service.wait("by-form", "completed")
+    (question,) = window.questions
+    assert "within max_seq_length=2" in question
+    service.wait("by-form", "failed")
     window.open("/new")
     assert window.page.input_value("#model") == str(tiny_model())
-    window.fill(model=tiny_model().name, dataset="questions")
-    window.page.wait_for_selector(f"#answer [role=alert]:has-text('did you mean {tiny_model()}?')")
+    # What was filled in is there again on the way back from another page, until the job is queued.
+    window.fill(job="by-short-name", model=tiny_model().name, max_seq_length="64")
+    window.page.click("text=Upload a file")
+    window.page.click("[aria-label='Train on questions']")
+    window.page.wait_for_selector("#kept:has-text('is here again')")
+    shown = {name: window.page.input_value(f"#{name}") for name in ("job", "dataset", "max_seq_length")}
+    assert shown == {"job": "by-short-name", "dataset": "questions", "max_seq_length": "64"}
+    window.page.wait_for_selector("#answer .state.completed", timeout=60_000)
+    assert f"model: {tiny_model()}" in window.page.inner_text("#same")
+    window.page.click("text=Queue the job")
+    window.page.wait_for_selector("h1:has-text('by-short-name')")
+    assert len(window.questions) == 1
+    service.wait("by-short-name", "completed")
+    window.open("/new")
+    assert window.page.input_value("#job") == ""
+    window.fill(job="other")
+    window.page.reload()
+    window.page.click("text=Begin anew")
+    window.page.wait_for_selector("#kept", state="hidden")
+    assert window.page.input_value("#job") == ""
+    window.open("/data/tokens?dataset=questions")
+    assert window.page.input_value("#model") == str(tiny_model())
+    window.fill(model=tiny_model().name)
+    window.page.click("main button")
+    window.page.wait_for_selector("article", timeout=60_000)
 
 
 def test_a_file_is_uploaded_and_its_rows_are_read_searched_trained_and_deleted(

@@ -360,7 +360,7 @@ def test_with_scripts_off_pages_have_their_contents_and_forms_work(chromium: Any
             ("/jobs/hostile/samples", "before, step 0"),
             ("/compare?job=ended&job=long", "settings are the same"),
             ("/nodes", "Add a node"),
-            ("/new", "The same job elsewhere"),
+            ("/new", "As YAML, command or JSON"),
             ("/data", "trl-remote datasets add"),
             ("/data/rows?dataset=questions", "No row is equal to another one"),
             ("/answers?job=asked-after", "Row 0"),
@@ -387,7 +387,7 @@ def test_with_scripts_off_pages_have_their_contents_and_forms_work(chromium: Any
         assert service.get("/post-training/jobs/by-form/status").status_code == 404
         window.open("/new")
         window.fill(job="checked", model=str(tiny_model()), dataset="no-such-rows")
-        page.click("text=Check it")
+        page.click("text=Check only")
         assert "no-such-rows" in page.locator("#answer [role=alert]").inner_text()
 
 

@@ -172,7 +172,7 @@ def test_samples_of_a_training_are_listed_and_shown_side_by_side(service: Traini
     page = service.get("/jobs/curved/samples", prefix="").text
     assert "What is 3 times two?" in page
     assert re.findall(r'<th scope="col">(before, |after, |)step (\d+)', page)[0] == ("before, ", "0")
-    assert '<a class="button" href="/jobs/curved/samples">Samples</a>' in service.get("/jobs/curved", prefix="").text
+    assert '<a class="button" href="/jobs/curved/samples">Answers</a>' in service.get("/jobs/curved", prefix="").text
     assert ">samples</a>" not in service.get("/jobs/ended", prefix="").text
     assert "It has no prompts" in service.get("/jobs/ended/samples", prefix="").text
     assert service.get(f"{JOBS}/ended/samples").json() == {"prompts": [], "data": [], "total": 0}

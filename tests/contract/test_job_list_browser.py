@@ -172,6 +172,7 @@ def test_ticked_jobs_are_cancelled_and_deleted_and_a_refusal_is_shown(window: Wi
     window.page.wait_for_selector("main:has-text('There is none')")
     window.open("/")
     window.page.check("input[name=job][value=base]")
+    assert not window.page.is_visible(".ticked >> text=Cancel jobs"), "it has completed"
     window.page.click(".ticked >> text=Delete jobs")
     window.page.wait_for_selector("#live:has-text('base-eval')")
     assert service.state("base") == "completed"

@@ -165,6 +165,7 @@ def test_a_training_that_has_the_device_and_a_wrong_model_are_named_and_a_stop_e
         page.click("#send")
         page.wait_for_selector("#state-a:has-text('gone')")
         page.wait_for_selector("#live:has-text('No whole answer of A.')", timeout=60_000)
+        assert page.locator("#turns-a .assistant").count() == 0, "an answer that is none is not shown"
         assert page.is_disabled("#vote-a")
         page.click("#next")
         page.wait_for_selector("#live:has-text('row 1: found the columns text')")
@@ -184,7 +185,7 @@ def test_a_training_that_has_the_device_and_a_wrong_model_are_named_and_a_stop_e
         body = promised("busy", "pairs")
         body["training_config"]["n_epochs"] = 500
         service.register("pairs", PAIRS * 10)
-        service.submit(DPO, body)
+        service.submit(DPO, body, options={"save_steps": 1, "keep_last": 1})
         service.wait_state("busy", "in_progress")
         page.click("#retry")
         page.wait_for_selector("#state-b:has-text('a training comes first: job \\'busy\\' has cpu')", timeout=60_000)
@@ -193,6 +194,11 @@ def test_a_training_that_has_the_device_and_a_wrong_model_are_named_and_a_stop_e
         other = window.context.new_page()
         other.goto(f"{service.url}/playground")
         assert "A training comes first: job busy has cpu. Send" in other.inner_text("#busy")
+        poll(lambda: service.status("busy")["checkpoints"], "the job has a checkpoint", timeout=60)
+        other.goto(f"{service.url}/playground?job=busy")
+        assert other.input_value("#model_a").startswith("job:busy/checkpoint-")
+        assert other.input_value("#model_b") == ""
+        assert "answer beside it" in other.inner_text("#busy")
         other.close()
         service.post("/post-training/jobs/busy/cancel")
         service.wait("busy", "cancelled")
@@ -239,7 +245,7 @@ def test_a_row_that_ends_in_the_result_of_a_tool_is_shown_and_sent_as_it_is(serv
         assert calls[0]["name"] == "double"
         assert [message["role"] for message in body["messages"]] == ["system", "user", "assistant", "tool"]
         page.wait_for_selector("#live:has-text('No whole answer of A and B.')", timeout=60_000)
-        assert shown.count() == 4, "the turn of the tool is there once"
+        assert shown.count() == 3, "the turn of the tool is there once, and no answer"
 
 
 def test_prompts_of_rows_are_those_that_a_job_reads(user: Browser, service: Guarded) -> None:

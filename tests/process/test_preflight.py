@@ -50,8 +50,9 @@ def ask(root: Path, spec: JobSpec, **requested: Any) -> list[Event]:
         {"n_epochs": 2, "batch_size": 2, "max_steps_per_epoch": 2},
         {"algorithm": "dpo", "batch_size": 3, "max_seq_length": 40},
         {"batch_size": 2, "packed": True, "max_seq_length": 100},
+        {"validation_rows": [SFT_ROWS[5]], "rows": [*SFT_ROWS, SFT_ROWS[0]]},
     ],
-    ids=["batches", "accumulation", "merged", "capped", "pairs-cut", "packed"],
+    ids=["batches", "accumulation", "merged", "capped", "pairs-cut", "packed", "duplicates"],
 )
 def test_steps_and_rows_are_those_of_the_job(tmp_path: Path, changes: dict[str, Any]) -> None:
     spec = job_spec(tmp_path, tiny_model(), changes.pop("algorithm", "sft"), **changes)
@@ -63,6 +64,9 @@ def test_steps_and_rows_are_those_of_the_job(tmp_path: Path, changes: dict[str, 
     assert found.steps["total_steps"] == prepared.total_steps
     assert found.data["trained"] == prepared.num_rows == sum(bucket["rows"] for bucket in found.data["histogram"])
     assert found.data["truncated"] == prepared.effective["data"]["truncated"]
+    of_rows = [one.message for one in of_kind(events, Warned) if "examples" in one.message]
+    assert len(of_rows) == 2 * ("validation_rows" in changes)
+    assert {*of_rows} <= {*found.warnings}
     assert found.memory["largest_batch"] == prepared.effective["memory"]["largest_batch"]
 
 

@@ -23,6 +23,7 @@ from llama_stack_provider_trl_remote.service.pages.job_form import (
     LORA_MODULES,
     PRESETS,
     TUNINGS,
+    field_of,
     fields_of,
     job_of,
     next_names,
@@ -165,6 +166,20 @@ REQUESTS: dict[str, dict[str, Any]] = {
         "training_config": {"n_epochs": 1, "data_config": DATA},
         "provider_options": {"system_prompt": "Be brief.\r\nBe kind."},
     },
+    "usual options": {
+        "training_config": {
+            "n_epochs": 1,
+            "optimizer_config": {"weight_decay": 0.1, "num_warmup_steps": 10},
+            "data_config": DATA,
+        },
+        "provider_options": {"eval_steps": 5, "save_steps": 10, "lr_scheduler": "cosine", "preflight": "off"},
+    },
+    "a share of warmup": {
+        "training_config": {"n_epochs": 1, "optimizer_config": {"warmup_ratio": 0.05}, "data_config": DATA},
+    },
+    "a share of warmup without a point": {
+        "training_config": {"n_epochs": 1, "optimizer_config": {"warmup_ratio": 1e-5}, "data_config": DATA},
+    },
     "an empty prompt": {
         "training_config": {"n_epochs": 1, "data_config": DATA},
         "provider_options": {"system_prompt": ""},
@@ -301,6 +316,12 @@ def test_a_request_of_a_mebibyte_is_one_of_the_form_again() -> None:
     [
         ("evaluate", {"request": FORM_KINDS["evaluate"].example}, {"dataset_id": "rows"}),
         (
+            "evaluate",
+            {"check": "same", "check_column": "answer", "request": '{"max_new_tokens": 8}'},
+            {"checks": [{"type": "exact", "normalize": True, "column": "answer"}]},
+        ),
+        ("evaluate", {"check": "regex", "check_pattern": "[0-9]"}, {"checks": [{"type": "regex", "pattern": "[0-9]"}]}),
+        (
             "generate",
             {"output": "answers"},
             {"dataset_id": "rows", "output": {"dataset_id": "answers"}},
@@ -327,6 +348,30 @@ def test_each_kind_of_job_is_one_of_the_form_as_a_file_of_trl_remote_has_it(
 def test_a_field_of_another_kind_is_there_once() -> None:
     with pytest.raises(InvalidRequest, match="another field of the form has it"):
         work_of({**FIELDS, "kind": "evaluate", "request": '{"dataset_id": "b"}'})
+
+
+def test_usual_options_have_fields_of_their_own() -> None:
+    for kind, expected in (
+        ("usual options", {"weight_decay": "0.1", "warmup": "10", "eval_steps": "5", "preflight": "off"}),
+        ("a share of warmup", {"warmup": "0.05"}),
+    ):
+        fields = fields_of({"model": "m", **REQUESTS[kind]}, is_sft=True)
+        assert {name: fields.get(name) for name in expected} == expected
+        assert (fields["options"], fields["request"]) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("sentence", "field"),
+    [
+        ("training_config.data_config.dataset_id='a' is not supported: ...", "dataset"),
+        ("checks.0.column='a' is not supported: ...", "check_column"),
+        ("model='gpt2' is not supported: ...", "model"),
+        ("none of the 8 rows has a token left within max_seq_length=2: raise max_seq_length", "max_seq_length"),
+        ("the model cannot be read: send it again to the service", ""),
+    ],
+)
+def test_a_sentence_leads_to_the_field_that_it_names(sentence: str, field: str) -> None:
+    assert field_of(sentence) == field
 
 
 def test_presets_have_fields_of_the_form_and_lora_is_the_first() -> None:

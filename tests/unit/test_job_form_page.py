@@ -66,30 +66,31 @@ def test_requests_are_written_beside_the_event_loop(monkeypatch: pytest.MonkeyPa
     some: Any = SimpleNamespace(
         base_url="http://head:1/", names=list, queue_page=lambda *_, **__: ([], None), status=nothing, role="submit"
     )
-    asyncio.run(new_job_pages._page(some, some, some, {"model": "m"}))
+    asyncio.run(new_job_pages._page(some, some, some, some, {"model": "m"}))
     asyncio.run(job_pages.job_page(some, some, some, some, "a"))
     assert len(threads) == 2
     assert threading.get_ident() not in threads
 
 
-def test_a_form_begins_with_the_newest_model_and_names_the_one_that_a_short_name_means(
+def test_a_form_begins_with_the_newest_model_and_takes_the_one_that_a_short_name_means(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    assert new_job_pages._newest_model(store) == ""
-    for number, model in enumerate(("/models/tiny-chat", "org/base")):
+    assert new_job_pages.newest_model(store) == ""
+    for number, model in enumerate(("/models/tiny-chat", "/models/twice", "/old/twice", "org/base")):
         store.add_job(job_spec(f"job-{number}", model=model), "digest")
-    assert new_job_pages._newest_model(store) == "org/base"
-    refuse = new_job_pages._refuse_unknown_model
-    with pytest.raises(InvalidRequest, match=r"'tiny-chat'.*: did you mean /models/tiny-chat\?"):
-        refuse({"model": "tiny-chat"}, store)
+    assert new_job_pages.newest_model(store) == "org/base"
+    known = new_job_pages.with_known_model
+    assert known({"model": "tiny-chat", "job": "a"}, store) == {"model": "/models/tiny-chat", "job": "a"}
+    with pytest.raises(InvalidRequest, match=r"'twice'.* expected /old/twice or /models/twice"):
+        known({"model": "twice"}, store)
     for model in ("", "job:a", "gpt2", "org/base", "/models/tiny-chat"):
-        refuse({"model": model}, store)
+        assert known({"model": model}, store) == {"model": model}
     with pytest.raises(InvalidRequest, match="not on this machine, which is offline"):
-        refuse({"model": "gpt2"}, store, True)
+        known({"model": "gpt2"}, store, True)
     (tmp_path / "gpt2").mkdir()
-    refuse({"model": "gpt2"}, store, True)
+    known({"model": "gpt2"}, store, True)
 
 
 def test_the_preset_that_a_form_has_is_named() -> None:

@@ -146,14 +146,17 @@ def test_the_page_of_a_bug_names_the_log(code: int, pages: list[str], where: str
     assert (where in shown, "log" in shown) == (True, bool(where))
 
 
-def test_the_two_pages_with_answers_of_a_job_have_names_that_differ() -> None:
-    config = {"algorithm": "sft", "work": {"kind": "evaluate", "answers": {"seed": 0}}}
-    assert job_view.conversations_of(config) == "answers of this job"
+def test_the_button_of_answers_has_the_name_of_their_page_and_differs_from_that_of_several_jobs() -> None:
+    assert job_view.has_answers({"algorithm": "sft", "work": {"kind": "evaluate", "answers": {"seed": 0}}})
     for algorithm in ("grpo", "distillation"):
-        assert job_view.conversations_of({"algorithm": algorithm}) == "rollouts"
-    assert job_view.conversations_of({"algorithm": "dpo"}) == ""
-    source = (Path(job_view.__file__).parent / "templates" / "job.html").read_text()
+        assert job_view.has_answers({"algorithm": algorithm})
+    assert job_view.has_answers({"algorithm": "sft", "samples": {"prompts": ["a"]}})
+    assert not job_view.has_answers({"algorithm": "dpo"})
+    templates = Path(job_view.__file__).parent / "templates"
+    source = (templates / "job.html").read_text()
     assert ">Answers of several jobs</a>" in source
+    assert '/samples">Answers</a>' in source
+    assert "<h1>Answers</h1>" in (templates / "samples.html").read_text()
 
 
 def test_each_attempt_has_its_end_in_words_and_its_part_of_the_ribbon() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from datetime import UTC, datetime
 from typing import Annotated, Any
 from urllib.parse import urlencode
@@ -11,10 +12,12 @@ from fastapi import Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.previewed import inference_sentence
 from llama_stack_provider_trl.specs.row_files import ENDINGS, ROW_READERS, ending_of
+from llama_stack_provider_trl.system.hub_cache import is_offline
 
-from ..dependencies import DatasetsDep, JobChecksDep, OverviewsDep, RowUploadsDep
+from ..dependencies import DatasetsDep, JobChecksDep, OverviewsDep, RowUploadsDep, SettingsDep, StoreDep
 from ..http.dataset_bodies import BlobSource, RegisterDataset
 from ..http.declared_routes import Routes
 from ..http.preview import PreviewBody
@@ -22,6 +25,7 @@ from ..security.access import BODY, USERS, USERS_FILE, USERS_FORM, CurrentCaller
 from .job_form import job_of, validated
 from .list_view import ago
 from .login import check_sent_file, checked_form, see_other
+from .new_job_pages import known_models, newest_model, with_known_model
 from .preview_view import left_out, parts_of, sentences_of
 from .rendering import HEADERS, page
 from .route import PageRoute, problem_of
@@ -144,23 +148,32 @@ async def upload_rows(
 async def tokens_page(
     request: Request,
     registry: DatasetsDep,
+    store: StoreDep,
+    settings: SettingsDep,
     dataset: Dataset = "",
     method: Annotated[str, Query(max_length=20)] = "",
 ) -> Response:
     """The form that asks for rows as they are trained."""
     given = {"dataset": dataset, "method": method if method in ("sft", "dpo", "kto") else ""}
-    return page(request, "tokens.html", result=None, problem="", **await _form(registry, given))
+    given["model"] = await asyncio.to_thread(newest_model, store)
+    return page(request, "tokens.html", result=None, problem="", **await _form(registry, store, settings, given))
 
 
 @router.post("/tokens", dependencies=[USERS_FORM])
 async def preview_page(
-    request: Request, checks: JobChecksDep, registry: DatasetsDep, caller: CurrentCaller
+    request: Request,
+    checks: JobChecksDep,
+    registry: DatasetsDep,
+    store: StoreDep,
+    settings: SettingsDep,
+    caller: CurrentCaller,
 ) -> Response:
     """Rows as they are trained, below the form that requested them."""
     fields = await checked_form(request, caller)
     values: dict[str, Any] = {"result": None, "problem": ""}
     status = 200
     try:
+        fields = await asyncio.to_thread(with_known_model, fields, store, is_offline(os.environ))
         window = {"first_row": fields.get("first_row") or 0, "rows": fields.get("rows") or 10}
         method = fields.get("method") or "sft"
         # KTO pairs the rows of a step, and is a method of DPO's call.
@@ -172,11 +185,16 @@ async def preview_page(
         values |= {"result": found, "shown": shown, "left_out": left_out(found.rows), "inference": inference}
     except Exception as error:
         status, values["problem"] = await problem_of(request, error)
-    return page(request, "tokens.html", status, **values, **await _form(registry, fields))
+    return page(request, "tokens.html", status, **values, **await _form(registry, store, settings, fields))
 
 
-async def _form(registry: DatasetsDep, fields: dict[str, str]) -> dict[str, Any]:
-    return {"fields": fields, "datasets": await asyncio.to_thread(registry.names)}
+async def _form(registry: DatasetsDep, store: Store, settings: SettingsDep, fields: dict[str, str]) -> dict[str, Any]:
+    return {
+        "fields": fields,
+        "datasets": await asyncio.to_thread(registry.names),
+        "models": await asyncio.to_thread(known_models, store),
+        "defaults": settings,
+    }
 
 
 def _link(dataset: str, search: str = "", first: int = 0) -> str:

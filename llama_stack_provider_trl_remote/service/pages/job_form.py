@@ -39,6 +39,10 @@ _TRAINING = (
     ("gradient_accumulation", ("training_config", "gradient_accumulation_steps"), int),
     ("learning_rate", ("training_config", "learning_rate"), float),
 )
+_OPTIMIZER = ("training_config", "optimizer_config")
+_WEIGHT_DECAY = ("weight_decay", (*_OPTIMIZER, "weight_decay"), float)
+_WARMUP_STEPS = ("warmup", (*_OPTIMIZER, "num_warmup_steps"), int)
+_WARMUP_RATIO = ("warmup", (*_OPTIMIZER, "warmup_ratio"), float)
 _DATA = ("training_config", "data_config")
 _ROWS = (
     ("dataset", (*_DATA, "dataset_id"), str),
@@ -48,6 +52,8 @@ _ROWS = (
 _OPTIONS = (
     *(("max_seq_length", "max_seq_length", int), ("nproc_per_node", "nproc_per_node", int)),
     *(("truncation_side", "truncation_side", str), ("priority", "priority", str)),
+    *(("eval_steps", "eval_steps", int), ("save_steps", "save_steps", int)),
+    *(("lr_scheduler", "lr_scheduler", str), ("preflight", "preflight", str)),
 )
 MOST_OPTIONS = 1 << 20
 """Characters of further options, and of further fields of the request: as many as a request has bytes."""
@@ -83,7 +89,11 @@ def job_of(fields: Mapping[str, str]) -> dict[str, Any]:
         data |= _given(fields, ("data_format", "data_format", str))
         if fields.get("train_on_input") == "yes":
             data["train_on_input"] = True
-    training = {"n_epochs": 1, **_given(fields, *((name, path[-1], kind) for name, path, kind in _TRAINING))}
+    training: dict[str, Any] = {"n_epochs": 1, **_given_at(fields, *_TRAINING)}
+    # As transformers reads its `warmup_steps`: a number below 1 is a share of the steps.
+    warmup = _WARMUP_RATIO if "." in fields.get("warmup", "") else _WARMUP_STEPS
+    if optimizer := _given_at(fields, _WEIGHT_DECAY, warmup):
+        training["optimizer_config"] = optimizer
     options: dict[str, Any] = _given(fields, *_OPTIONS, *(_SFT_OPTIONS if is_sft else ()))
     if prompt := fields.get("system_prompt"):
         options["system_prompt"] = prompt.replace("\r\n", "\n")  # browsers send each line break as both
@@ -114,18 +124,25 @@ def fields_of(body: Mapping[str, Any], is_sft: bool) -> dict[str, str]:
     training = _without_null(_part(left, ("training_config",)))
     data = _without_null(_part(training, ("data_config",)))
     left["training_config"], training["data_config"] = training, data
-    optimizer = _part(training, ("optimizer_config",))
+    optimizer = _part(training, _OPTIMIZER[1:])
+    has_optimizer = bool(optimizer)
     # A search names the field by its path, which the trials are made with.
-    is_searched = any(_OPTIMIZER in path for path in _part(left, ("hyperparam_search_config", "parameters")))
+    is_searched = any(_OPTIMIZER[1] in path for path in _part(left, ("hyperparam_search_config", "parameters")))
     if "lr" in optimizer and "learning_rate" not in training and not is_searched:
         training["learning_rate"] = optimizer.pop("lr")
-        if not optimizer:
-            del training["optimizer_config"]
     if not left.get("model") and left.get("finetuned_model"):
         left["model"] = left.pop("finetuned_model")
     fields = {"tuning": "request" if "adapter" in options else "full", "method": "sft"}
     for name, path, _ in (*_NAMES, *_TRAINING, *_ROWS):
         _take(fields, name, left, path)
+    _take(fields, "weight_decay", left, _WEIGHT_DECAY[1])
+    ratio = optimizer.get("warmup_ratio")
+    if ratio is None:
+        _take(fields, "warmup", left, _WARMUP_STEPS[1])
+    elif isinstance(ratio, float) and "." in f"{ratio:g}":
+        _take(fields, "warmup", left, _WARMUP_RATIO[1])
+    if has_optimizer and not optimizer:
+        del training["optimizer_config"]
     if data.get("shuffle") is True:
         del data["shuffle"]
     if is_sft and data.get("train_on_input") is True:
@@ -151,13 +168,28 @@ def fields_of(body: Mapping[str, Any], is_sft: bool) -> dict[str, str]:
     return fields
 
 
-_OPTIMIZER = "optimizer_config"
-
-
 def _text(value: Mapping[str, Any]) -> str:
     """JSON as a field has it: on one line where it is too long with its indentation."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
     return text if len(text) <= MOST_OPTIONS else json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
+_FIELDS = {
+    **{path[-1]: name for name, path, _ in (*_NAMES, *_TRAINING, *_ROWS, _WEIGHT_DECAY, _WARMUP_STEPS, _WARMUP_RATIO)},
+    **{option: name for name, option, _ in (*_OPTIONS, *_SFT_OPTIONS)},
+    **{"rank": "lora_rank", "alpha": "lora_alpha", "system_prompt": "system_prompt", "to": "to", "lr": "learning_rate"},
+    **{"checks": "check", "pattern": "check_pattern", "column": "check_column"},
+}
+"""Field of a request -> the form's."""
+_BEGINNING = re.compile(r"[\w.]+(?=[=:])")
+
+
+def field_of(sentence: str) -> str:
+    """The field of the form that a sentence on a request is about; empty: none. It begins with the path of the field,
+    or has the name in it. A name of one word is also one of sentences."""
+    path = _BEGINNING.match(sentence)
+    words = [*reversed(path[0].split(".") if path else ()), *re.findall(r"[a-z]+_[a-z_]+", sentence)]
+    return next((_FIELDS[word] for word in words if word in _FIELDS), "")
 
 
 def rates_of(method: str | None) -> str:
@@ -335,19 +367,36 @@ class FormKind(NamedTuple):
 
     text: str
     needs: tuple[str, ...]
-    """Fields of the form that its request has: `model`, `dataset`, `output`, `to`."""
+    """Fields of the form that its request has: `model`, `dataset`, `output`, `to`, `checks`."""
     example: str
     """Of its further fields, as JSON."""
 
 
 FORM_KINDS = {
     "train": FormKind("Train", (), ""),
-    "evaluate": FormKind("Evaluate", ("model", "dataset"), '{"checks": [{"type": "exact", "column": "answer"}]}'),
+    "evaluate": FormKind("Evaluate", ("model", "dataset", "checks"), '{"batch_size": 8}'),
     "generate": FormKind("Generate", ("model", "dataset", "output"), '{"max_new_tokens": 256, "temperature": 0}'),
     "merge": FormKind("Merge", (), '{"models": [{"model": "job:one"}, {"model": "job:other"}], "method": "linear"}'),
     "export": FormKind("Export", ("model", "to"), '{"gguf_type": "q8_0"}'),
 }
 """Value of the field `kind` -> the kind, by the names of `trl-remote run`'s files; the first one trains."""
+
+
+class FormCheck(NamedTuple):
+    """A check of an evaluation's answers, of the form."""
+
+    text: str
+    check: dict[str, Any]
+
+
+CHECKS = {
+    "": FormCheck("none: their loss is measured", {}),
+    "exact": FormCheck("the expected text, else the row's answer", {"type": "exact"}),
+    "same": FormCheck("the same but for case and space", {"type": "exact", "normalize": True}),
+    "regex": FormCheck("a pattern in the answer", {"type": "regex"}),
+    "json": FormCheck("JSON", {"type": "json"}),
+}
+"""Value of the field `check` -> the check."""
 
 
 def work_of(fields: Mapping[str, str]) -> dict[str, Any]:
@@ -363,6 +412,12 @@ def work_of(fields: Mapping[str, str]) -> dict[str, Any]:
     }
     if "output" in needs and fields.get("output", "").strip():
         body["output"] = {"dataset_id": fields["output"].strip()}
+    if "checks" in needs and fields.get("check"):
+        if fields["check"] not in CHECKS:
+            raise InvalidRequest("check", fields["check"], f"expected one of {', '.join(filter(None, CHECKS))}")
+        check = CHECKS[fields["check"]].check
+        pattern = [("check_pattern", "pattern", str)] if check["type"] == "regex" else []
+        body["checks"] = [{**check, **_given(fields, ("check_column", "column", str), *pattern)}]
     options = _object(fields.get("options", ""), "provider_options", '{"priority": "low"}')
     if fields.get("priority"):
         options = _merged({"priority": fields["priority"]}, options, "provider_options.")
@@ -407,6 +462,11 @@ def _twice(rank: Any) -> Any:
 def _given(fields: Mapping[str, str], *names: tuple[str, str, type]) -> dict[str, Any]:
     """Name in the body -> value, of the fields that are not empty."""
     return {to: _number(fields[name].strip(), kind) for name, to, kind in names if fields.get(name, "").strip()}
+
+
+def _given_at(fields: Mapping[str, str], *rows: tuple[str, tuple[str, ...], type]) -> dict[str, Any]:
+    """As `_given`, by the last parts of paths."""
+    return _given(fields, *((name, path[-1], kind) for name, path, kind in rows))
 
 
 def _number(text: str, kind: type) -> Any:

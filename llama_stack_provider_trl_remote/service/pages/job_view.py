@@ -118,7 +118,7 @@ def values(
         "path": path_of(status.job_uuid),
         "attempts": attempts,
         "ribbon": RIBBON,
-        "conversations": conversations_of(found["effective_config"]),
+        "has_answers": has_answers(found["effective_config"]),
         "headline": headline_of(found["effective_config"]["algorithm"]),
         "eval_loss": eval_loss,
         "step_seconds": step_seconds_of(found.get("progress") or {}, state, attempts),
@@ -160,15 +160,12 @@ def again_of(state: JobState, requested: SentRequest | None) -> str:
     return "Edit and retry" if state in (JobState.failed, JobState.cancelled) else "Clone"
 
 
-def conversations_of(config: Mapping[str, Any]) -> str:
-    """What the page of a job's answers has; empty: nothing."""
+def has_answers(config: Mapping[str, Any]) -> bool:
+    """Whether the page of a job's answers may have some: those that it makes, rollouts, samples."""
     work = config.get("work") or {"kind": "train"}
-    if work["kind"] == "generate" or work.get("answers"):
-        return "answers of this job"
     method = METHODS.get(config["algorithm"])
-    if method is not None and method.rows == "prompts" and work["kind"] == "train":
-        return "rollouts and samples" if config.get("samples") else "rollouts"
-    return "samples" if config.get("samples") else ""
+    has_rollouts = method is not None and method.rows == "prompts" and work["kind"] == "train"
+    return bool(work["kind"] == "generate" or work.get("answers") or has_rollouts or config.get("samples"))
 
 
 def headline_of(algorithm: Algorithm) -> str:

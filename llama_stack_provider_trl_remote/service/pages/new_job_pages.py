@@ -17,10 +17,11 @@ from llama_stack_provider_trl.jobs.store.reader import read_request
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.custom import custom_names
 from llama_stack_provider_trl.specs.exports import ExportTarget
+from llama_stack_provider_trl.specs.job import OptimizerSpec
 from llama_stack_provider_trl.system.hub_cache import cached_models, is_offline
 from llama_stack_provider_trl.system.offload import in_work_thread
 
-from ..dependencies import DatasetsDep, JobChecksDep, StoreDep, SubmissionsDep
+from ..dependencies import DatasetsDep, JobChecksDep, SettingsDep, StoreDep, SubmissionsDep
 from ..http.bodies import (
     WORK_BODIES,
     PreferenceOptimizeBody,
@@ -31,6 +32,7 @@ from ..http.declared_routes import Routes
 from ..jobs.submissions import JobBody
 from ..security.access import USERS, USERS_JOB_FORM, CurrentCaller
 from .job_form import (
+    CHECKS,
     FORM_KINDS,
     FORM_METHODS,
     LONGEST_SHOWN,
@@ -38,6 +40,7 @@ from .job_form import (
     PRESETS,
     TRAINING_CALLS,
     TUNINGS,
+    field_of,
     fields_of,
     job_of,
     next_names,
@@ -53,6 +56,7 @@ from .login import checked_form, see_other
 from .rendering import page
 from .route import PageRoute, problem_of
 
+_SCHEDULES = get_args(OptimizerSpec.model_fields["scheduler"].annotation)
 _MODELS = 100
 """Jobs whose models are suggested."""
 router = Routes(PageRoute, prefix="/new", include_in_schema=False)
@@ -63,6 +67,7 @@ async def new_job_page(
     request: Request,
     registry: DatasetsDep,
     store: StoreDep,
+    settings: SettingsDep,
     dataset: Annotated[str, Query(max_length=512)] = "",
     model: Annotated[str, Query(max_length=4096)] = "",
     method: Annotated[str, Query(max_length=20)] = "",
@@ -80,8 +85,8 @@ async def new_job_page(
         fields, problem = await asyncio.to_thread(_again, store, source)
     fields |= {name: value for name, value in given.items() if value}
     if not source and _kind(fields) == "train":
-        fields["model"] = model or await asyncio.to_thread(_newest_model, store)
-    return await _page(request, registry, store, fields, problem=problem, source=source)
+        fields["model"] = model or await asyncio.to_thread(newest_model, store)
+    return await _page(request, registry, store, settings, fields, problem=problem, source=source)
 
 
 def _again(store: Store, source: str) -> tuple[dict[str, str], str]:
@@ -101,50 +106,64 @@ def _again(store: Store, source: str) -> tuple[dict[str, str], str]:
 
 @router.post("/check", dependencies=[USERS_JOB_FORM])
 async def check_job(
-    request: Request, checks: JobChecksDep, registry: DatasetsDep, store: StoreDep, caller: CurrentCaller
+    request: Request,
+    checks: JobChecksDep,
+    registry: DatasetsDep,
+    store: StoreDep,
+    settings: SettingsDep,
+    caller: CurrentCaller,
 ) -> Response:
     """The form with the preflight's answer; without a model or a dataset there is none yet."""
     fields = await checked_form(request, caller)
     if _kind(fields) != "train":
-        return await _check_work(request, registry, store, fields)
+        return await _check_work(request, registry, store, settings, fields)
     if not fields.get("model", "").strip() or not fields.get("dataset", "").strip():
-        return await _page(request, registry, store, fields)
+        return await _page(request, registry, store, settings, fields)
     try:
-        await asyncio.to_thread(_refuse_unknown_model, fields, store, is_offline(os.environ))
+        fields = await asyncio.to_thread(with_known_model, fields, store, is_offline(os.environ))
         algorithm = "sft" if await _method(fields) == "sft" else "dpo"
         body = {**await in_work_thread(job_of, fields), "algorithm": algorithm}
         found = await checks.preflight(validated(PreflightBody, body))
     except Exception as error:
         status, problem = await problem_of(request, error)
-        return await _page(request, registry, store, fields, status, problem=problem)
-    return await _page(request, registry, store, fields, found=found)
+        return await _page(request, registry, store, settings, fields, status, problem=problem)
+    return await _page(request, registry, store, settings, fields, found=found)
 
 
 @router.post("", dependencies=[USERS_JOB_FORM])
 async def submit_job(
-    request: Request, submissions: SubmissionsDep, registry: DatasetsDep, store: StoreDep, caller: CurrentCaller
+    request: Request,
+    submissions: SubmissionsDep,
+    registry: DatasetsDep,
+    store: StoreDep,
+    settings: SettingsDep,
+    caller: CurrentCaller,
 ) -> Response:
     """Queue the job, and lead to its page. The same form again is the same job."""
     fields = await checked_form(request, caller)
     try:
-        await asyncio.to_thread(_refuse_unknown_model, fields, store)
+        fields = await asyncio.to_thread(with_known_model, fields, store)
         body = await _body(fields)
         await submissions.submit(body, caller)
     except Exception as error:
         status, problem = await problem_of(request, error)
-        return await _page(request, registry, store, fields, status, problem=problem)
+        return await _page(request, registry, store, settings, fields, status, problem=problem)
     return see_other(path_of(body.job_uuid))
 
 
-async def _check_work(request: Request, registry: DatasetsDep, store: Store, fields: dict[str, str]) -> Response:
-    """The form of a job of another kind, with what is wrong with its fields."""
+async def _check_work(
+    request: Request, registry: DatasetsDep, store: Store, settings: SettingsDep, fields: dict[str, str]
+) -> Response:
+    """The form of a job of another kind, with what is wrong with its fields; nothing yet where one is empty."""
+    if not all(fields.get(name, "").strip() for name in ("job", *FORM_KINDS[fields["kind"]].needs) if name != "checks"):
+        return await _page(request, registry, store, settings, fields)
     try:
-        await asyncio.to_thread(_refuse_unknown_model, fields, store)
+        fields = await asyncio.to_thread(with_known_model, fields, store)
         await _body(fields)
     except Exception as error:
         status, problem = await problem_of(request, error)
-        return await _page(request, registry, store, fields, status, problem=problem)
-    return await _page(request, registry, store, fields)
+        return await _page(request, registry, store, settings, fields, status, problem=problem)
+    return await _page(request, registry, store, settings, fields, found=True)
 
 
 async def _body(fields: Mapping[str, str]) -> JobBody:
@@ -178,6 +197,7 @@ async def _page(
     request: Request,
     registry: DatasetsDep,
     store: Store,
+    settings: SettingsDep,
     fields: dict[str, str],
     code: int = 200,
     found: Any = None,
@@ -197,7 +217,9 @@ async def _page(
         code,
         fields=fields,
         datasets=datasets,
-        models=await asyncio.to_thread(_known_models, store),
+        models=await asyncio.to_thread(known_models, store),
+        checks=[(name, one.text) for name, one in CHECKS.items()],
+        defaults=settings,
         methods=[*FORM_METHODS.items(), *((name, f"{name} (installed)") for name in installed)],
         kind=kind,
         kinds=FORM_KINDS,
@@ -206,48 +228,55 @@ async def _page(
         presets=PRESETS,
         preset=preset_of(fields),
         address=partial(_address, kept),
+        schedules=[("", f"{_SCHEDULES[0]} (default)"), *((one, one) for one in _SCHEDULES[1:])],
         tunings=[*TUNINGS.items()],
         rank=LORA_RANK,
         rates=rates_of(fields.get("method")),
         source=source,
         found=found,
         problem=problem,
+        at=field_of(problem),
+        field_of=field_of,
         same=same,
     )
 
 
-def _known_models(store: Store) -> list[str]:
-    """Models that the form suggests: those of earlier jobs, the newest first, then those in this machine's cache."""
+def known_models(store: Store) -> list[str]:
+    """Models that forms suggest: those of earlier jobs, the newest first, then those in this machine's cache."""
     jobs, _ = store.queue_page(None, None, _MODELS, order="created", descending=True)
     return [*dict.fromkeys([*(job.model for job in jobs if job.model), *cached_models(os.environ)])][: 2 * _MODELS]
 
 
-def _newest_model(store: Store) -> str:
+def newest_model(store: Store) -> str:
     """The model of the newest training; empty: there is none."""
     jobs, _ = store.queue_page(None, None, _MODELS, order="created", descending=True)
     return next((job.model for job in jobs if job.model and job.algorithm in FORM_METHODS), "")
 
 
-def _refuse_unknown_model(fields: Mapping[str, str], store: Store, needs_files: bool = False) -> None:
-    """Refuse the short name by which lists show a known model, which is a model of the hub only by chance.
+def with_known_model(fields: dict[str, str], store: Store, needs_files: bool = False) -> dict[str, str]:
+    """The fields of a form with the known model that is meant by the short name by which lists show it: a model of the
+    hub has this name only by chance.
 
     Args:
         needs_files: refuse every model that is not on this machine.
 
     Raises:
-        InvalidRequest.
+        InvalidRequest: several models have this short name, or it is none of this machine.
     """
     model = fields.get("model", "").strip()
     # Of paths nothing is said here: the resolver asks first whether they are below `model_roots`.
     if not model or model.startswith(("job:", "/", ".", "~")) or ".." in model or os.path.isdir(model):
-        return
-    known = _known_models(store)
-    meant = next((one for one in known if short_model(one) == model), "")
-    if meant and model not in known:
-        raise InvalidRequest("model", model, f"no model here has this id or directory: did you mean {meant}?")
+        return fields
+    known = known_models(store)
+    meant = [] if model in known else [one for one in known if short_model(one) == model]
+    if len(meant) > 1:
+        raise InvalidRequest("model", model, f"lists show several models by this name: expected {' or '.join(meant)}")
+    if meant:
+        return {**fields, "model": meant[0]}
     if needs_files and model not in cached_models(os.environ):
         hint = "it is not on this machine, which is offline: expected the directory of a model, or an id of its cache"
         raise InvalidRequest("model", model, hint)
+    return fields
 
 
 def _address(kept: Mapping[str, str], **more: str) -> str:

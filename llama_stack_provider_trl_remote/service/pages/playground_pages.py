@@ -55,18 +55,31 @@ async def playground_page(
     """The form of a chat with two models: those that the address names, or the base and the result of its job."""
     known = [str(row["id"]) for row in await asyncio.to_thread(chats.models)][:_MOST_MODELS]
     fields = {"model_a": model_a, "model_b": model_b, "dataset": dataset, "votes": votes}
+    busy = await asyncio.to_thread(chats.busy)
+    is_beside = False
     if job:
         record = await asyncio.to_thread(store.get, job)
         models = models_of(record, await asyncio.to_thread(store.checkpoints, job))
         own = dataset_of(record)
         is_known = bool(own) and await asyncio.to_thread(registry.holds, own)
         first = {"model_a": models.base, "model_b": models.tuned, "dataset": own if is_known else ""}
+        is_beside = bool(models.tuned) and job in busy.values()
+        if is_beside:  # the base cannot answer beside its training
+            first |= {"model_a": models.tuned, "model_b": ""}
         fields |= {name: value for name, value in first.items() if not fields[name]}
         known = [*dict.fromkeys([models.base, *filter(None, [models.tuned]), *models.others, *known])]
     fields["votes"] = fields["votes"] or (f"votes-{job}" if job else "votes")
     datasets = await asyncio.to_thread(registry.names)
-    busy = await asyncio.to_thread(chats.busy)
-    return page(request, "playground.html", job=job, fields=fields, models=known, datasets=datasets, busy=busy)
+    return page(
+        request,
+        "playground.html",
+        job=job,
+        fields=fields,
+        models=known,
+        datasets=datasets,
+        busy=busy,
+        is_beside=is_beside,
+    )
 
 
 @calls.post("/answers", dependencies=[USERS_CHAT_FORM])

@@ -2,7 +2,8 @@
 // shown. A click before them would delete a job without a question, or leave a form that is half filled in.
 
 document.addEventListener("submit", (event) => {
-  const question = event.target.getAttribute("data-question"); // a field named dataset hides the form's own
+  // Not by their `dataset`: a field of this name hides the form's own.
+  const question = (event.submitter ?? event.target).getAttribute("data-question") ?? event.target.getAttribute("data-question");
   if (question && !confirm(question)) event.preventDefault();
 });
 

@@ -4,6 +4,10 @@ import { replacePart } from "./parts.js";
 const WAIT_MS = 800;
 const form = document.getElementById("new-job");
 const live = document.getElementById("live");
+const queue = document.getElementById("queue");
+const address = new URLSearchParams(location.search);
+// Of one login, kind of job and job that is cloned.
+const draft = ["new-job", form.elements.form_token.value, form.elements.kind.value, address.get("from") ?? ""].join(" ");
 let timer = 0;
 let busy = false;
 let again = false;
@@ -20,10 +24,43 @@ function markPreset() {
   }
 }
 
+function keep() {
+  sessionStorage.setItem(draft, JSON.stringify([...new FormData(form)]));
+}
+
+// What was filled in before the page was left; what the address names is newer.
+function restore() {
+  const kept = JSON.parse(sessionStorage.getItem(draft) ?? "[]").filter(([name]) => form.elements[name]?.type !== "hidden" && !address.has(name));
+  if (!kept.length || address.has("preset") || address.has("options")) return;
+  for (const [name, value] of kept) {
+    const field = form.elements[name];
+    if (field?.type === "checkbox") field.checked = true;
+    else if (field) field.value = value;
+  }
+  const said = document.getElementById("kept");
+  said.hidden = false;
+  said.querySelector("button").addEventListener("click", () => {
+    sessionStorage.removeItem(draft);
+    location.assign(location.href);
+  });
+}
+
+// The fields that the answer names, by their labels.
+function mark() {
+  for (const field of form.querySelectorAll("[aria-invalid]")) field.removeAttribute("aria-invalid");
+  for (const link of document.querySelectorAll("#answer [data-field]")) {
+    const field = form.elements[link.dataset.field];
+    if (!field) continue;
+    if (link.closest("[role=alert]")) field.setAttribute("aria-invalid", "true");
+    link.textContent = field.labels[0].textContent;
+  }
+}
+
 // What is shown is of the fields as they were: a problem may be repaired by now.
 function soon() {
   changes += 1;
   document.querySelector("#answer [role=alert]")?.remove();
+  mark();
   document.getElementById("answer").setAttribute("aria-busy", "true");
   live.textContent = "Changed: to be checked ...";
   clearTimeout(timer);
@@ -43,6 +80,10 @@ async function check() {
     if (changes !== checked) return; // the form has changed again meanwhile, and is checked again
     live.textContent = answer.status === 401 ? "The session has ended: log in again in another tab, what is here stays." : "";
     for (const id of ["answer", "same"]) replacePart(document.getElementById(id), page.getElementById(id));
+    const question = page.getElementById("queue")?.getAttribute("data-question");
+    if (question) queue.setAttribute("data-question", question);
+    else queue.removeAttribute("data-question");
+    mark();
     if (!page.getElementById("answer")) live.textContent ||= page.querySelector("[role=alert]")?.textContent ?? "";
   } catch {
     live.textContent = "The service does not answer.";
@@ -53,7 +94,10 @@ async function check() {
   }
 }
 
-form.addEventListener("input", soon);
-form.addEventListener("input", markPreset);
+restore();
+for (const act of [keep, soon, markPreset]) form.addEventListener("input", act);
+// Behind the question of early.js, to which the answer may be no.
+document.addEventListener("submit", (event) => event.defaultPrevented || event.submitter?.hasAttribute("formaction") || sessionStorage.removeItem(draft));
 markPreset();
+mark();
 if (form.elements.model?.value && form.elements.dataset?.value) soon();

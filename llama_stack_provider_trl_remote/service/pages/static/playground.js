@@ -66,10 +66,15 @@ async function sentenceOf(answer) {
   }
 }
 
+function showState(side, sentence, name = "steps") {
+  side.state.className = name;
+  side.state.textContent = sentence;
+}
+
 // A sentence of the service; where it names the queue of the API, a link to the page of jobs.
-function showState(side, sentence) {
+function showProblem(side, sentence) {
   const [before, after] = sentence.split(QUEUE);
-  side.state.textContent = before;
+  showState(side, before, "problem");
   if (after === undefined) return;
   const link = document.createElement("a");
   link.href = "/";
@@ -131,7 +136,7 @@ async function ask(side, signal) {
   side.asked = [...system(), ...side.turns, question];
   side.answer = "";
   side.ended = false;
-  side.state.textContent = "";
+  showState(side, "");
   // A turn that waits is shown already, and is hidden with its answer.
   side.before = { turns: side.turns, shown: side.pane.childElementCount - (question === held ? 1 : 0) };
   if (question !== held) show(side, question.role, textOf(question));
@@ -151,9 +156,11 @@ async function ask(side, signal) {
     }
     if (!reason) throw new Error("The answer broke off: retry it.");
     side.ended = true;
-    if (reason === "length") side.state.textContent = "It ended at its limit of tokens.";
+    if (reason === "length") showState(side, "It ended at its limit of tokens.");
   } catch (error) {
-    showState(side, signal.aborted ? "Stopped." : sentenceOfError(error, side.answer));
+    if (!side.answer) side.pane.lastElementChild.remove();
+    if (signal.aborted) showState(side, "Stopped.");
+    else showProblem(side, sentenceOfError(error, side.answer));
   }
   if (side.answer) side.turns = [...side.turns, question, { role: "assistant", content: side.answer }];
 }
@@ -199,7 +206,8 @@ function begin(turns = []) {
   for (const side of SIDES) {
     side.turns = turns;
     side.asked = null;
-    side.answer = side.state.textContent = "";
+    side.answer = "";
+    showState(side, "");
     side.ended = false;
     side.pane.replaceChildren();
     for (const turn of turns) show(side, turn.role, textOf(turn));
@@ -291,7 +299,7 @@ async function vote(better) {
     if (!answer.ok) throw new Error(await sentenceOf(answer));
     // Both continue with it, so that the next answers follow the same messages.
     other.turns = better.turns;
-    other.state.textContent = `The conversation continues with the answer of ${better.label}.`;
+    showState(other, `The conversation continues with the answer of ${better.label}.`);
     for (const side of SIDES) side.ended = false;
     voted.textContent = `Stored: ${better.label} is better.`;
     await count();
