@@ -114,7 +114,7 @@ async def checkpoint_page(
 async def cancel(request: Request, jobs: StoredJobsDep, caller: CurrentCaller, job_uuid: JobName) -> Response:
     """End the job."""
     await checked_form(request, caller)
-    await jobs.cancel(job_uuid)
+    await jobs.cancel(job_uuid, caller.name)
     return see_other(job_view.path_of(job_uuid))
 
 
@@ -122,7 +122,7 @@ async def cancel(request: Request, jobs: StoredJobsDep, caller: CurrentCaller, j
 async def pause(request: Request, jobs: StoredJobsDep, caller: CurrentCaller, job_uuid: JobName) -> Response:
     """Have the job save and free its device."""
     await checked_form(request, caller)
-    await jobs.pause(job_uuid)
+    await jobs.pause(job_uuid, caller.name)
     return see_other(job_view.path_of(job_uuid))
 
 
