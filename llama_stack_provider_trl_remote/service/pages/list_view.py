@@ -163,6 +163,15 @@ def short_model(model: str | None) -> str:
     return (model or "").rstrip("/").rpartition("/")[2]
 
 
+def model_of(job: QueueRow) -> str:
+    """The model of a job in a few words: of another job's checkpoint that job, and the checkpoint if it is not the
+    final one."""
+    name = short_model(job.model)
+    if job.model_job is None:
+        return name
+    return f"{job.model_job}/{name}" if name.startswith("checkpoint-") else job.model_job
+
+
 def ago(value: datetime | None, now: datetime) -> str:
     """How long ago a time was: `5 min ago`; a date, where that is more than 30 days; empty: there is none."""
     if value is None:

@@ -31,6 +31,8 @@ export function withLines(marks) {
   const counts = Map.groupBy(marks, ({ kind }) => kind);
   return marks.filter(({ kind }) => counts.get(kind).length < MANY_MARKS);
 }
+// Marks of a kind, and points of a curve, from which on each of them has no symbol: these would run together to a bar.
+const MANY_SYMBOLS = 40;
 const LONGEST_TEXT = 300;
 const LINE = /(.{1,70})(?:\s+|$)|(.{70})/gs;
 
@@ -44,7 +46,7 @@ const UNITS = [
 ];
 
 // How a curve is drawn: a line through a single point is nothing, and points of evaluations are few.
-export const modeOf = (curve, kind) => (kind === "validation" || curve.step.length < 2 ? "lines+markers" : "lines");
+export const modeOf = ({ step }, kind) => (step.length < 2 || (kind === "validation" && step.length < MANY_SYMBOLS) ? "lines+markers" : "lines");
 
 // Memory is in GiB on every page.
 const isMemory = (name) => name.includes("memory_bytes");
