@@ -10,6 +10,7 @@ from urllib.parse import urlencode
 
 from llama_stack_provider_trl.jobs.decisions.states import ACTIVE, JobState
 from llama_stack_provider_trl.specs.state_words import state_word
+from llama_stack_provider_trl.specs.work import WORKS as WORKS
 
 from ..http.bodies import QueueRow
 from ..views import queue
@@ -214,3 +215,9 @@ def start_text(job: QueueRow, now: datetime) -> str:
         if seconds >= 1.5 * length:
             return f"starts in about {seconds / length:.0f} {unit}"
     return "starts in about a minute" if seconds > 20 else "starts in a moment"
+
+
+def wait_text(job: QueueRow, reason: str, now: datetime) -> str:
+    """When a waiting job starts, and why it waits."""
+    start, reason = start_text(job, now), reason or "waiting to be placed"
+    return "; ".join(filter(None, (reason, start) if job.unpredicted else (start, reason)))
