@@ -375,7 +375,7 @@ def test_with_scripts_off_pages_have_their_contents_and_forms_work(chromium: Any
             page.click("main a[download]")
         assert begun.value.path().stat().st_size == 1000
         window.open("/jobs/by-form")
-        page.click("text=Resume")
+        page.click("button:has-text('Resume')")
         page.wait_for_selector("button:has-text('Pause')")
         page.click("text=Pause")
         page.wait_for_selector("button:has-text('Resume')")

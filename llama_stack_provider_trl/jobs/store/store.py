@@ -364,9 +364,8 @@ class Store(JobReader):
                     f"job {job_uuid!r} is a search, which holds no device: pause its trials, or cancel it"
                 )
             target = JobState.pausing if job.state in ACTIVE else JobState.paused
-            self.transition(
-                job_uuid, job.attempt, job.state, target, None, f"{self._when('paused', by)}, until it is resumed"
-            )
+            message = self._when("paused until it is resumed", by)
+            self.transition(job_uuid, job.attempt, job.state, target, None, message)
 
     def _when(self, what: str, by: str) -> str:
         """What was requested of a job, by whom and when."""
