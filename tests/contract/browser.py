@@ -109,7 +109,7 @@ def window(browser: Any, service: HasPages, **options: Any) -> Iterator[Window]:
     yield window
     window.context.close()
     assert window.foreign == []
-    assert window.errors == []
+    assert window.errors == [], window.errors
     assert window.alerts == []
 
 

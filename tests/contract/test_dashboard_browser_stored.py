@@ -545,7 +545,7 @@ def test_one_cursor_is_in_all_charts_and_a_chart_is_shown_alone_and_saved(window
     page.locator("[data-section=Training]").scroll_into_view_if_needed()
     poll(lambda: len(titles(window, "[data-section=Training]")) == 2, "rate and gradient are drawn", timeout=20)
     axes = "[...document.querySelectorAll('.js-plotly-plot')].map(({ layout }) => layout.xaxis.range.map(Math.round))"
-    assert page.evaluate(axes) == [[0, 120]] * 4, "whether they have symbols or not"
+    assert {tuple(ends) for ends in page.evaluate(axes)} == {(0, 120)}, "whether they have symbols or not"
     rate, gradient = (page.locator(f"[aria-label^='{title} by']") for title in ("Learning rate", "Gradient norm"))
     ticks = rate.evaluate("chart => [...chart.querySelectorAll('.ytick text')].map((one) => one.textContent)")
     assert "1e-4" in ticks

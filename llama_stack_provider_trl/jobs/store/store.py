@@ -369,9 +369,8 @@ class Store(JobReader):
 
     def _when(self, what: str, by: str) -> str:
         """What was requested of a job, by whom and when."""
-        return (
-            f"{what}{f' by {by}' if by else ''} at {datetime.fromtimestamp(self._clock(), UTC):%Y-%m-%d %H:%M:%S} UTC"
-        )
+        at = datetime.fromtimestamp(self._clock(), UTC)
+        return f"{what}, requested{f' by {by}' if by else ''} at {at:%Y-%m-%d %H:%M:%S} UTC"
 
     def request_resume(self, job_uuid: str) -> JobRecord:
         """Queue a paused job again; a job that was not paused does not change. Raises JobNotFound; JobConflict: the job
