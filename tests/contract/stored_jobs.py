@@ -137,6 +137,7 @@ def add_running(data_dir: Path, name: str) -> RunDir:
     """A job of two ranks that runs, as long as nothing supervises it."""
     store = Store(data_dir / DATABASE)
     run_dir = _add(store, data_dir, name, ranks=2)
+    run_dir.events.write_text("\n")  # what was read of it
     store.apply_events(name, 1, list(_points(1, 1)), 1)
     store.close()
     return run_dir

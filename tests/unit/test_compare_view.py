@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from llama_stack_provider_trl_remote.service.pages.compare_view import (
-    Query,
-    Run,
+    ComparedQuery,
+    ComparedRun,
     answers_link,
     compared,
     in_order,
@@ -18,9 +18,11 @@ from llama_stack_provider_trl_remote.service.pages.settings_view import in_group
 
 
 def test_runs_are_sorted_by_a_column_and_the_address_keeps_what_was_chosen() -> None:
-    def run(job: str, loss: float | None) -> Run:
+    def run(job: str, loss: float | None) -> ComparedRun:
         progress = {"loss": loss, "step": 3, "total_steps": 9, "tokens_per_second": None, "peak_memory_bytes": None}
-        return Run.of(job, {"state": "completed", "progress": progress, "device": "cpu", "effective_config": {}}, None)
+        return ComparedRun.of(
+            job, {"state": "completed", "progress": progress, "device": "cpu", "effective_config": {}}, None
+        )
 
     runs = [run("b", 2.0), run("none", None), run("a", 1.0), run("c", 2.0)]
     assert [[one.job for one in in_order(runs, sort)] for sort in ("", "loss", "-loss", "job")] == [
@@ -29,7 +31,7 @@ def test_runs_are_sorted_by_a_column_and_the_address_keeps_what_was_chosen() -> 
         ["b", "c", "a", "none"],
         ["a", "b", "c", "none"],
     ]
-    query = Query(("a", "b/c"), frozenset({"b/c"}), "-loss")
+    query = ComparedQuery(("a", "b/c"), frozenset({"b/c"}), "-loss")
     assert (query.direction("loss"), query.direction("job")) == ("descending", "")
     assert query.sorted_by("loss") == "/compare?job=a&job=b%2Fc&hide=b%2Fc"
     assert query.sorted_by("eval") == "/compare?job=a&job=b%2Fc&hide=b%2Fc&sort=eval"

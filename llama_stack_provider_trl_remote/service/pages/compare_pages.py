@@ -16,7 +16,7 @@ from ..http.declared_routes import Routes
 from ..jobs.stored_jobs import StoredJobs
 from ..security.access import USERS
 from . import compare_view
-from .compare_view import Run, answers_link, compared, in_order, measured
+from .compare_view import ComparedRun, answers_link, compared, in_order, measured
 from .job_pages import last_eval_loss
 from .job_view import settings_of
 from .rendering import page
@@ -48,10 +48,12 @@ async def compare_page(
     jobs = await asyncio.to_thread(_statuses, stored, names)
     settings = compared([settings_of(one.resources_allocated["effective_config"]) for one in jobs])
     evaluated = await asyncio.to_thread(lambda: [last_eval_loss(store, name) for name in names])
-    runs = [Run.of(one.job_uuid, one.resources_allocated, loss) for one, loss in zip(jobs, evaluated, strict=True)]
+    runs = [
+        ComparedRun.of(one.job_uuid, one.resources_allocated, loss) for one, loss in zip(jobs, evaluated, strict=True)
+    ]
     values: dict[str, Any] = {
         "jobs": jobs,
-        "query": compare_view.Query(tuple(names), frozenset(hide or ()), sort),
+        "query": compare_view.ComparedQuery(tuple(names), frozenset(hide or ()), sort),
         "runs": in_order(runs, sort),
         "columns": compare_view.COLUMNS,
         "numbers": compare_view.NUMBERS,

@@ -58,7 +58,7 @@ NUMBERS = frozenset({"loss", "eval", "rate", "speed", "memory"})
 
 
 @dataclass(frozen=True)
-class Query:
+class ComparedQuery:
     """What the address of the page requests."""
 
     jobs: tuple[str, ...]
@@ -86,7 +86,7 @@ class Query:
         return {column: "ascending", f"-{column}": "descending"}.get(self.sort, "")
 
 
-class Run(NamedTuple):
+class ComparedRun(NamedTuple):
     """A row of the table of runs. None: not known."""
 
     job: str
@@ -101,7 +101,7 @@ class Run(NamedTuple):
     total_steps: int | None
 
     @classmethod
-    def of(cls, job: str, found: Mapping[str, Any], eval_loss: float | None) -> Run:
+    def of(cls, job: str, found: Mapping[str, Any], eval_loss: float | None) -> ComparedRun:
         """
         Args:
             found: `resources_allocated` of the job.
@@ -121,7 +121,7 @@ class Run(NamedTuple):
         )
 
 
-def in_order(runs: Sequence[Run], sort: Order) -> list[Run]:
+def in_order(runs: Sequence[ComparedRun], sort: Order) -> list[ComparedRun]:
     """Runs by a column, those without a value last."""
     column = sort.removeprefix("-")
     if not column:

@@ -97,7 +97,7 @@ class Overlaid extends Charts {
     const isNew = !chart.isDrawn;
     super.drawChart(chart);
     if (!isNew) return;
-    chart.element.on("plotly_hover", ({ points, event }) => event instanceof MouseEvent && markRow(nearest(chart.element, points, event)));
+    chart.element.on("plotly_hover", ({ points, event }) => points && event instanceof MouseEvent && markRow(nearest(chart.element, points, event)));
     chart.element.on("plotly_unhover", () => markRow(null));
     // A curve is hidden in all charts, or in none.
     chart.element.on("plotly_legendclick", ({ curveNumber }) => {
@@ -206,8 +206,9 @@ table?.addEventListener("click", (event) => {
   parts.fetch();
 });
 
-// The page of a job leads to the differences.
+// On a phone, the curves come first. The page of a job leads to the differences.
 const differences = document.querySelector("#settings details");
+if (differences && document.querySelector(".beside-curves") && matchMedia("(max-width: 48rem)").matches) differences.open = false;
 if (differences && location.hash === "#settings") differences.open = true;
 color();
 onColors(color);
