@@ -548,8 +548,8 @@ def test_one_cursor_is_in_all_charts_and_a_chart_is_shown_alone_and_saved(window
     assert {tuple(ends) for ends in page.evaluate(axes)} == {(0, 120)}, "whether they have symbols or not"
     rate, gradient = (page.locator(f"[aria-label^='{title} by']") for title in ("Learning rate", "Gradient norm"))
     ticks = rate.evaluate("chart => [...chart.querySelectorAll('.ytick text')].map((one) => one.textContent)")
-    assert "1e-4" in ticks
-    assert all(re.fullmatch(r"\de-\d", tick) for tick in ticks), ticks
+    assert "1e\N{MINUS SIGN}4" in ticks
+    assert all(re.fullmatch("\\de\N{MINUS SIGN}\\d", tick) for tick in ticks), ticks
     assert gradient.evaluate("chart => chart.data.at(-1).y.indexOf(null)") == -1, "a mean"
     assert gradient.evaluate("chart => chart.data[0].y.indexOf(null)") == 59, "no line falls to 0 on a log scale"
     page.evaluate("scrollTo(0, 0)")

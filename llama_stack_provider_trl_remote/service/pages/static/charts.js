@@ -24,7 +24,7 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 export const colorOf = (number) => (dark.matches ? ON_DARK : COLORS)[number % COLORS.length];
 export const rawOpacity = () => (dark.matches ? 0.55 : 0.35);
 // Where numbers are written with a power of ten: plotly would write 1e-4 as 100µ on one axis and as 0.0001 on another.
-const POWERS = { tickformat: "~e", labelalias: { "0e+0": "0", "1e+0": "1", "1e+1": "10", "1e+2": "100", "1e-1": "0.1", "1e-2": "0.01" } };
+const POWERS = { tickformat: "~e", labelalias: { "0e+0": "0", "1e+0": "1", "1e+1": "10", "1e+2": "100", "1e−1": "0.1", "1e−2": "0.01" } };
 const SMALL = 1e-3;
 
 const MARKS = {
