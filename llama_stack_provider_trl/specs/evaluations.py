@@ -1,4 +1,4 @@
-"""Consequences of an evaluation: the best checkpoint so far, and early stopping.
+"""Consequences of an evaluation: the best checkpoint so far, and early stopping; and of the losses between them.
 
 The rules are those of transformers: the first of equals is the best (`load_best_model_at_end`), and patience counts
 consecutive evaluations that do not improve on the best by more than `min_delta` (`EarlyStoppingCallback`).
@@ -6,6 +6,8 @@ consecutive evaluations that do not improve on the best by more than `min_delta`
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -85,4 +87,36 @@ class EarlyStoppingTracker:
             f"early_stopping: ended at step {step} of {total_steps}, because {rule.metric} was not better than "
             f"{seen['best']:.6g} (step {seen['best_step']}) by more than min_delta={rule.min_delta:g} in "
             f"{seen['waited']} evaluations in a row"
+        )
+
+
+class LossWatch:
+    """Tracks the training loss of an attempt, to report once that it has blown up."""
+
+    POINTS = 20
+    """Logged losses whose median is compared: single ones are high where their rows are hard."""
+    TIMES, SHARE = 10, 0.5
+    """It has blown up above so many times its lowest median, and above this share of the first one."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        # The loss of a method that trains on the model's own answers, or of an installed one, may be anything.
+        self._is_over = spec.method.answer_tokens is not None or spec.method.installed is not None
+        self._last: deque[float] = deque(maxlen=self.POINTS)
+        self._first = self._lowest = math.inf
+
+    def problem(self, step: int, loss: float) -> str | None:
+        """What the loss at a step shows; None: nothing, or what was reported before."""
+        self._last.append(loss)
+        if self._is_over or len(self._last) < self.POINTS:
+            return None
+        median = sorted(self._last)[self.POINTS // 2]
+        self._first = median if math.isinf(self._first) else self._first
+        self._lowest = min(self._lowest, median)
+        if self._lowest < 0 or median <= max(self.TIMES * self._lowest, self.SHARE * self._first):
+            return None
+        self._is_over = True
+        return (
+            f"the loss has blown up: around step {step} its median over {self.POINTS} points is {median:.3g}, after "
+            f"{self._lowest:.3g} before. Continue from a checkpoint before that with a lower learning rate; a lower "
+            "max_grad_norm and a schedule that ends at 0 (lr_scheduler) keep it from coming back"
         )

@@ -101,7 +101,7 @@ def resources(
     return {
         "state": job.state.value,
         "age": job.age,
-        "detail": job.detail,
+        "detail": job.detail or (job.message if job.reason is None else ""),
         "after": [_chained(one) for one in chain.after],
         "before": [_chained(one) for one in chain.before],
         "search": _search(job, searched),

@@ -227,16 +227,20 @@ async def get_fine_tuning_job(found: FoundJob) -> Response:
 
 
 @router.post("/fine_tuning/jobs/{job_id}/cancel", dependencies=[USERS], responses=_declared(404, 409))
-async def cancel_fine_tuning_job(found: FoundJob, store: StoreDep, jobs: StoredJobsDep) -> Response:
+async def cancel_fine_tuning_job(
+    found: FoundJob, store: StoreDep, jobs: StoredJobsDep, caller: CurrentCaller
+) -> Response:
     """End a job: its processes are gone within seconds, its checkpoints stay."""
-    await jobs.cancel(found[0].job_uuid)
+    await jobs.cancel(found[0].job_uuid, caller.name)
     return _job(store, found[0].job_uuid)
 
 
 @router.post("/fine_tuning/jobs/{job_id}/pause", dependencies=[USERS], responses=_declared(404, 409))
-async def pause_fine_tuning_job(found: FoundJob, store: StoreDep, jobs: StoredJobsDep) -> Response:
+async def pause_fine_tuning_job(
+    found: FoundJob, store: StoreDep, jobs: StoredJobsDep, caller: CurrentCaller
+) -> Response:
     """Save a checkpoint, then free the device."""
-    await jobs.pause(found[0].job_uuid)
+    await jobs.pause(found[0].job_uuid, caller.name)
     return _job(store, found[0].job_uuid)
 
 

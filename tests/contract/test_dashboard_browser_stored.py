@@ -376,7 +376,7 @@ def test_with_scripts_off_pages_have_their_contents_and_forms_work(chromium: Any
             page.click("main a[download]")
         assert begun.value.path().stat().st_size == 1000
         window.open("/jobs/by-form")
-        page.click("text=Resume")
+        page.click("button:has-text('Resume')")
         page.wait_for_selector("button:has-text('Pause')")
         page.click("text=Pause")
         page.wait_for_selector("button:has-text('Resume')")
@@ -535,8 +535,25 @@ def test_one_cursor_is_in_all_charts_and_a_chart_is_shown_alone_and_saved(window
     drawn = """() => import("/static/charts.js").then(({ hovered }) =>
         hovered([0.0002916667, 2e-5, null, 12345.678]).text)"""
     assert page.evaluate(drawn) == ["0.0002917", "2e-05", "", "1.235e+04"]
+    modes = """() => import("/static/charts.js").then(({ colorOf, modeOf }) => [colorOf(0),
+        ...[1, 2, 100].map((count) => modeOf({ step: Array(count).fill(0) }, "validation"))])"""
+    assert page.evaluate(modes) == ["#2f6fb0", "lines+markers", "lines+markers", "lines"], "many symbols are a band"
+    page.emulate_media(color_scheme="dark")
+    assert page.evaluate(modes)[0] == "#79b8ff"
+    page.emulate_media(color_scheme="light")
     page.keyboard.press("Escape")
     poll(lambda: page.evaluate(HOVERED) == 0, "the cursor is gone", timeout=20)
+    page.locator("[data-section=Training]").scroll_into_view_if_needed()
+    poll(lambda: len(titles(window, "[data-section=Training]")) == 2, "rate and gradient are drawn", timeout=20)
+    axes = "[...document.querySelectorAll('.js-plotly-plot')].map(({ layout }) => layout.xaxis.range.map(Math.round))"
+    assert {tuple(ends) for ends in page.evaluate(axes)} == {(0, 120)}, "whether they have symbols or not"
+    rate, gradient = (page.locator(f"[aria-label^='{title} by']") for title in ("Learning rate", "Gradient norm"))
+    ticks = rate.evaluate("chart => [...chart.querySelectorAll('.ytick text')].map((one) => one.textContent)")
+    assert "1e\N{MINUS SIGN}4" in ticks
+    assert all(re.fullmatch("\\de\N{MINUS SIGN}\\d", tick) for tick in ticks), ticks
+    assert gradient.evaluate("chart => chart.data.at(-1).y.indexOf(null)") == -1, "a mean"
+    assert gradient.evaluate("chart => chart.data[0].y.indexOf(null)") == 59, "no line falls to 0 on a log scale"
+    page.evaluate("scrollTo(0, 0)")
     box = loss.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     poll(lambda: page.evaluate(HOVERED) >= 2, "the pointer moves both", timeout=20)
@@ -650,6 +667,9 @@ def test_a_job_is_cloned_by_one_click_with_its_whole_request(window: Window, ser
         service.post(f"/post-training/jobs/{name}/cancel")
     window.open("/jobs/original")
     assert window.page.locator("a:has-text('Edit and retry')").count() == 1
+    window.open("/new?from=original&checkpoint=checkpoint-4")
+    assert json.loads(value("#options"))["resume_from"] == "original/checkpoint-4"
+    assert json.loads(value("#options"))["seed"] == 7
     window.open("/new?from=ended")
     assert "its request is not kept" in window.page.inner_text("#answer [role=alert]")
 

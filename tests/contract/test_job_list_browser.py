@@ -44,7 +44,7 @@ def shown(window: Window) -> list[str]:
 
 def losses(window: Window) -> list[float]:
     texts = window.page.locator(".loss .value").all_inner_texts()
-    return [float(text) for text in texts if text]
+    return [float(text.removeprefix("best ")) for text in texts if text]
 
 
 def test_eighteen_jobs_are_in_the_first_screen_with_their_curves_and_reasons(window: Window) -> None:
@@ -57,6 +57,17 @@ def test_eighteen_jobs_are_in_the_first_screen_with_their_curves_and_reasons(win
     assert re.search(r"\d+:\d\d min left", text)
     assert "out_of_memory" in window.page.inner_text("tr[data-job=too-large] .reason")
     assert window.page.inner_text("tr[data-job=next-in-line] .reason .steps").startswith("start")
+    assert re.match(r"paused until it is resumed, requested at 20", window.page.inner_text("tr[data-job=held] .reason"))
+    lefts = "all => new Set(all.map((one) => one.getBoundingClientRect().left)).size"
+    assert window.page.eval_on_selector_all(".spark", lefts) == 1, "whatever the width of the number beside it is"
+    window.page.eval_on_selector("tr[data-job=trains] .value", "one => (one.textContent = '0.0006812')")
+    spilt = """all => all.flatMap((one) => [...one.children].filter((part) =>
+        part.getBoundingClientRect().left < one.getBoundingClientRect().left).map((part) => part.outerHTML))"""
+    assert window.page.eval_on_selector_all("td.number", spilt) == []
+    before = window.page.inner_text("tr[data-job=trains] [data-seconds]")
+    poll(lambda: window.page.inner_text("tr[data-job=trains] [data-seconds]") != before, "it counts", timeout=20)
+    window.page.click("tr[data-job=sft-19] .pill")
+    window.page.wait_for_selector("h1:has-text('sft-19')")
 
 
 def test_progress_begins_at_what_the_page_shows_and_never_goes_back(window: Window) -> None:
@@ -191,6 +202,8 @@ def test_nothing_is_wider_than_the_window_small_to_hit_or_hard_to_read(window: W
             page.set_viewport_size(size)
             window.open(path)
             assert window.width() <= size["width"], f"{path} {size}"
+            scrolled = "all => all.filter((one) => one.scrollWidth > one.clientWidth + 1).map((one) => one.className)"
+            assert page.eval_on_selector_all("header nav, .tabs, .jobs thead tr", scrolled) == [], f"{path} {size}"
             assert page.eval_on_selector_all("button, .tick label, nav a, thead a", SMALL) == [], f"{path} {size}"
             assert page.eval_on_selector_all("tr[data-job]", OVERLAPS) == [], f"{path} {size}"
             assert window.faults() == [], f"{path} {size}"
@@ -221,6 +234,12 @@ def test_the_trials_of_a_search_are_sorted_drawn_and_compared(window: Window) ->
     names = "rows => rows.map((row) => row.textContent.trim())"
     assert window.page.eval_on_selector_all(".trials tbody th a", names)[0] == "lr-search-3"
     assert window.page.locator(".parallel polyline").count() == 6
+    beside = """all => {
+        const axes = [...document.querySelectorAll(".parallel line")].map((line) => line.x1.baseVal.value);
+        return all.every((one) => Number(one.getAttribute("x")) > Math.max(...axes));
+    }"""
+    assert window.page.locator(".parallel .after").count() >= 2
+    assert window.page.eval_on_selector_all(".parallel .after", beside), "no line runs through the last numbers"
     assert "from 10 completed trials on" in window.page.inner_text("[aria-labelledby=importance-title]")
     window.page.click("thead >> text=lr")
     window.page.wait_for_selector("[aria-sort=ascending]")

@@ -14,8 +14,10 @@ import pytest
 from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.jobs.store.related.searches import NewTrial
 from llama_stack_provider_trl.jobs.store.store import NewJob, Store
+from llama_stack_provider_trl.specs.bases import BaseJob
 from llama_stack_provider_trl.specs.events import Evaluated, Prepared, Progress, Started
 from llama_stack_provider_trl.specs.search import SearchSpec
+from llama_stack_provider_trl.specs.work import GenerateSpec
 from llama_stack_provider_trl_remote.service.http.bodies import QueueResponse, QueueRow
 from llama_stack_provider_trl_remote.service.pages import list_pages, list_view, rendering
 from llama_stack_provider_trl_remote.service.security.access import Caller
@@ -151,6 +153,18 @@ def test_trials_and_chains_stand_under_their_first_job(store: Store) -> None:
     assert by_loss[:3] == ["search", "b", "a"], "a search is as good as the best of its trials"
     assert queue_page(store, None, None, 2, 4, folded=True).matching == 5
     assert queue_page(store, None, None, 2, 100, folded=True).matching == 5
+
+
+def test_what_trains_nothing_stands_by_itself_and_names_the_job_that_it_reads(store: Store) -> None:
+    choices: dict[str, Any] = {"temperature": 0, "top_p": 1, "seed": 1, "samples_per_prompt": 1}
+    for name, checkpoint in (("of-a", "final"), ("of-step", "checkpoint-6")):
+        work = GenerateSpec(output_dataset_id=name, max_new_tokens=8, **choices)
+        made_by = BaseJob(job_uuid="a", checkpoint=checkpoint)
+        spec = job_spec(name, after=["a"], work=work, model=f"/checkpoints/a/{checkpoint}", made_by=made_by)
+        store.add_job(spec, "digest")
+    rows = {row.job_uuid: row for row in queue_page(store, None, None, 100, 0, folded=True).data}
+    assert rows["a"].members == {"scheduled": 2}, "the two trainings behind it"
+    assert [list_view.model_of(rows[name]) for name in ("a", "of-a", "of-step")] == ["alpha", "a", "a/checkpoint-6"]
 
 
 def test_what_runs_stands_before_the_cut_of_each_opened_family_and_the_cut_is_named(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.jobs.store.reader import SentRequest
-from llama_stack_provider_trl.stack.responses import Checkpoint, PostTrainingJobStatusResponse
+from llama_stack_provider_trl.stack.responses import Checkpoint, PostTrainingJobStatusResponse, PostTrainingMetric
 from llama_stack_provider_trl_remote.cli.main import parser
 from llama_stack_provider_trl_remote.service.pages import job_view, rendering
 from llama_stack_provider_trl_remote.service.pages.rendering import duration, moment, number, size, step_time
@@ -115,6 +115,8 @@ def test_a_job_can_be_talked_to_and_exported_where_its_checkpoints_write_text(co
         ("waiting for device 0: 0 (held by a b), 1 (held by c and d)", ["a b", "c and d"]),
         ("waiting for a node; x: needs 2 of 4 cores, free: 1 (held by a, b and 3 more)", ["a", "b"]),
         ("waiting for a node: older jobs come first", []),
+        ("waiting for cpu; start not known: dpo-next-2 starts before it and has not trained yet", ["dpo-next-2"]),
+        ("start not known: processes of job a have not ended yet", ["a"]),
         ("", []),
     ],
 )
@@ -305,3 +307,37 @@ def test_a_long_request_is_not_repeated() -> None:
     assert (shown("short"), shown("x" * (32 << 10))) == ((True, False), (False, True))
     values = job_view.values(status("completed"), "submit")
     assert (values["requested"], values["too_long"]) == (None, False)
+
+
+def test_of_many_checkpoints_the_best_and_the_last_are_shown() -> None:
+    losses = [3.0, 2.0, 1.0, 1.0, *[2.0] * 8, None]
+    found = status("completed")
+    found.checkpoints = [
+        Checkpoint(
+            identifier=f"mine-{name}",
+            created_at=NOW,
+            epoch=1,
+            post_training_job_id="a",
+            path=f"/x/{name}",
+            training_metrics=PostTrainingMetric(epoch=1, train_loss=1, validation_loss=loss, perplexity=None),
+        )
+        for name, loss in zip([*(f"checkpoint-{step}" for step in range(12)), "final"], losses, strict=True)
+    ]
+    shown, others = job_view.saved_of(found)
+    assert [one.name for one in shown] == ["checkpoint-2", "checkpoint-9", "checkpoint-10", "checkpoint-11", "final"]
+    assert [one.is_best for one in shown] == [True, *[False] * 4]
+    assert [one.resumes for one in shown] == [*[True] * 4, False]
+    assert len(others) == 8
+    found.checkpoints = found.checkpoints[:8]
+    assert [len(part) for part in job_view.saved_of(found)] == [8, 0]
+
+
+@pytest.mark.parametrize(
+    ("state", "call", "allowed"),
+    [("cancelled", "supervised-fine-tune", True), ("in_progress", "supervised-fine-tune", False)],
+)
+def test_a_job_that_has_ended_is_continued_from_its_last_checkpoint(state: str, call: str, allowed: bool) -> None:
+    found = status(state)
+    found.checkpoints[0].path = "/x/checkpoint-40"
+    values = job_view.values(found, "submit", requested=SentRequest(call, {"job_uuid": "a"}))
+    assert (values["can"]["continue"], values["last"]) == (allowed, "checkpoint-40")

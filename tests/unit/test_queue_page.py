@@ -12,7 +12,7 @@ from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.events import Prepared, Progress, Reason, Started
 from llama_stack_provider_trl_remote.service.http.bodies import QueueRow
-from llama_stack_provider_trl_remote.service.pages.list_view import start_text
+from llama_stack_provider_trl_remote.service.pages.list_view import start_text, wait_text
 from llama_stack_provider_trl_remote.service.views.queue import queue_page, start_of
 from tests.fakes import FakeClock, job_spec
 
@@ -158,3 +158,8 @@ def test_a_start_is_shown_as_roughly_as_it_is_known(seconds: int, text: str) -> 
     assert start_text(QueueRow(job_uuid="a", predicted_start=now + timedelta(seconds=seconds)), now) == text
     assert start_text(QueueRow(job_uuid="a", unpredicted="it rains"), now) == "start not known: it rains"
     assert start_text(QueueRow(job_uuid="a"), now) == ""
+    later = QueueRow(job_uuid="a", predicted_start=now + timedelta(seconds=50))
+    assert wait_text(later, "waiting for cpu", now) == "starts in about a minute; waiting for cpu"
+    assert wait_text(later, "", now) == "starts in about a minute; waiting to be placed"
+    rainy = QueueRow(job_uuid="a", unpredicted="it rains")
+    assert wait_text(rainy, "waiting for cpu", now) == "waiting for cpu; start not known: it rains"

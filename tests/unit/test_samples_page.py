@@ -159,7 +159,13 @@ def test_answers_of_a_file_stand_under_their_prompts_page_by_page(store: Store, 
         {
             **{"row": number // 2, "sample": number % 2},
             "prompt": [{"role": "user", "content": str(number // 2)}, call],
-            **{"text": "Yes.", "tokens": 2, "complete": True, "passed": {"json": bool(number % 2)}},
+            **{
+                "text": "Yes.",
+                "tokens": 2,
+                "complete": True,
+                "passed": {"json": bool(number % 2)},
+                "expected": {"json": "No."},
+            },
         }
         for number in range(30)
     ]
@@ -170,7 +176,7 @@ def test_answers_of_a_file_stand_under_their_prompts_page_by_page(store: Store, 
     assert first.following is not None
     exchanges = exchanges_of(first.data)
     assert [one.title for one in exchanges] == [f"Row {row}" for row in range(10)]
-    assert [fact.value for answer in exchanges[0].answers for fact in answer.facts] == ["failed", "passed"]
+    assert [fact.value for answer in exchanges[0].answers for fact in answer.facts] == ["expected 'No.'", "passed"]
     assert exchanges[3].prompt[1][1:] == ("", "Hm.", [("add", "{}")])
     rest = answers_of(ownership, job, first.following)
     assert rest is not None

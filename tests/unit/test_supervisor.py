@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import re
 import socket
 import sqlite3
 from collections.abc import Iterator
@@ -1004,7 +1005,7 @@ def test_a_training_that_cannot_receive_the_order_to_pause_trains_on_and_reports
 def test_a_pause_saves_frees_the_device_and_is_no_retry(world: World) -> None:
     task = world.run("a")
     world.add("b")
-    world.store.request_pause("a")
+    world.store.request_pause("a", "ada")
     world.tick()
     assert (world.launcher.tasks[task].pauses, world.state()) == (1, JobState.pausing)
     world.restart()
@@ -1013,8 +1014,13 @@ def test_a_pause_saves_frees_the_device_and_is_no_retry(world: World) -> None:
     world.launcher.exit(task, 0)
     world.tick()
     assert [world.state(name) for name in "ab"] == [JobState.paused, JobState.launching]
-    world.store.request_cancel("b")
+    detail = resources(world.job())["detail"]
+    assert re.fullmatch(r"paused until it is resumed, requested by ada at 20\d\d-\S+ \S+ UTC", detail), (
+        "who, when, how it goes on"
+    )
+    world.store.request_cancel("b", by="grace")
     world.tick()
+    assert world.job("b").message.startswith("cancelled, requested by grace at 20")
     world.store.request_resume("a")
     world.tick()
     world.tick()

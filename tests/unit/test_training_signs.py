@@ -10,6 +10,7 @@ import pytest
 from llama_stack_provider_trl.jobs.decisions.training_signs import Watched, WatchedPoint, signs_of
 from llama_stack_provider_trl.jobs.store.reader import read_watched
 from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.specs.evaluations import LossWatch
 from llama_stack_provider_trl.specs.events import Evaluated, Event, Prepared, Progress
 from llama_stack_provider_trl.specs.job import OptimizerSpec
 from llama_stack_provider_trl.specs.methods import CustomSpec, DistillationSpec, GrpoSpec, ReferenceSpec
@@ -77,6 +78,31 @@ def test_an_evaluation_that_rises_while_the_training_loss_falls() -> None:
     assert "set best_checkpoint" not in signs(Watched(first, last, held_out, at_best), best_checkpoint="eval_loss")[0]
     assert signs(Watched(first, last, held_out[:3], at_best)) == []  # one worse evaluation is noise
     assert signs(Watched(first, points(81, curve("loss", 2.5, 2.5, 20)), held_out, at_best)) == []  # both rise
+    nothing_left = points(20, [{"eval_loss": value} for value in (0.0, 6.8e-9, 6.8e-9)])
+    learned = points(16, curve("loss", 1e-7, 1e-7, 5)), points(81, curve("loss", 1e-8, 1e-8))
+    assert signs(Watched(first, learned[1], nothing_left, learned[0])) == []  # a difference that is no difference
+
+
+FALLS = [5.0 - 0.1 * number for number in range(50)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "warned_at"),
+    [
+        ([*FALLS, *[1e-8] * 100, *[4.0] * 15, *[1e-8] * 50, *[4.0] * 30], [160]),  # once, though it comes back
+        ([*FALLS, *[1e-8] * 100, *[4.0] * 9, *[1e-8] * 50], []),  # hard rows
+        ([*[2.0] * 30, *[0.5, 1.4] * 60], []),  # noise
+        ([*[2.0] * 30, *[30.0] * 30], [40]),
+        ([*FALLS, *[1e-8] * 100, *[1e-3] * 100], []),  # next to nothing
+        ([*[-5.0] * 30, *[5.0] * 30], []),  # a loss that may be negative has no multiples
+    ],
+)
+def test_a_loss_that_blows_up_is_reported_once(losses: list[float], warned_at: list[int]) -> None:
+    watch, unwatched = LossWatch(job_spec()), LossWatch(job_spec(method=GRPO))
+    found = {step: text for step, loss in enumerate(losses, 1) if (text := watch.problem(step, loss))}
+    assert [*found] == warned_at
+    assert all(text.startswith("the loss has blown up: around step") for text in found.values())
+    assert not any(unwatched.problem(step, loss) for step, loss in enumerate(losses, 1))
 
 
 def test_a_gradient_that_is_always_clipped() -> None:

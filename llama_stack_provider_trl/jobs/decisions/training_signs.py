@@ -19,6 +19,8 @@ _NO_RATE = 1e-3
 """A learning rate below this share of the requested one trains next to nothing."""
 _WORSE = 1.02
 """An evaluation is worse where its loss is higher than the best one by this factor."""
+_NEGLIGIBLE = 1e-3
+"""A difference of losses below this share of the loss at the beginning tells nothing."""
 _LEAST_EVALUATIONS = 2
 """So many evaluations in a row are worse than the best."""
 _FAR_CLIPPED = 5
@@ -101,7 +103,8 @@ def _overfits(spec: JobSpec, watched: Watched) -> str | None:
         return None
     lowest = best.metrics["eval_loss"]
     later = [one.metrics["eval_loss"] for one in watched.evaluations if one.step > best.step and _has_loss(one)]
-    limit = lowest + abs(lowest) * (_WORSE - 1)
+    at_begin = [abs(loss) for loss in _values(watched.first, "loss")]
+    limit = lowest + max(abs(lowest) * (_WORSE - 1), _NEGLIGIBLE * _median(at_begin) if at_begin else 0)
     if len(later) < _LEAST_EVALUATIONS or min(later[-_LEAST_EVALUATIONS:]) <= limit:
         return None
     before, now = list(_values(watched.at_best, "loss")), list(_values(watched.last, "loss"))[-len(watched.at_best) :]

@@ -170,6 +170,8 @@ class ListedJob(JobSummary):
     """Of its failure."""
     eval_loss: float | None = None
     """Of its last evaluation."""
+    model_job: str | None = None
+    """The job whose checkpoint it reads as its model, or as an adapter on that; None: its model is of no job."""
     metadata: Mapping[str, str] = field(default_factory=dict)
     members: tuple[JobState, ...] = ()
     """States of the jobs that are folded under it."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -291,7 +292,7 @@ class Store(JobReader):
                 "they have ended, or cancel them first"
             )
 
-    def request_cancel(self, job_uuid: str, message: str = "") -> JobRecord:
+    def request_cancel(self, job_uuid: str, message: str = "", by: str = "") -> JobRecord:
         """Record a cancel: the job becomes `cancelled` if it waits and `cancelling` if it runs.
 
         While the database cannot be written, the cancel is kept in a file, and its supervisor ends the job all the
@@ -300,7 +301,9 @@ class Store(JobReader):
 
         Args:
             message: the reason, where the user has not requested it.
+            by: name of the user; empty: not known.
         """
+        message = message or self._when("cancelled", by)
         try:
             return self._record_cancel(job_uuid, message)
         except StoreError as error:
@@ -343,9 +346,13 @@ class Store(JobReader):
             ) from error
         return replace(job, state=JobState.cancelling if job.state in ACTIVE else JobState.cancelled)
 
-    def request_pause(self, job_uuid: str) -> JobRecord:
+    def request_pause(self, job_uuid: str, by: str = "") -> JobRecord:
         """Record a pause: the job becomes `paused` if it waits, and `pausing`, to save and release its device, if it
-        runs. Raises JobNotFound; JobConflict: the job has ended, or is about to."""
+        runs. Raises JobNotFound; JobConflict: the job has ended, or is about to.
+
+        Args:
+            by: name of who requests it; empty: not known.
+        """
         while True:
             job = self.get(job_uuid)
             if job.state in (JobState.pausing, JobState.paused):
@@ -357,7 +364,13 @@ class Store(JobReader):
                     f"job {job_uuid!r} is a search, which holds no device: pause its trials, or cancel it"
                 )
             target = JobState.pausing if job.state in ACTIVE else JobState.paused
-            self.transition(job_uuid, job.attempt, job.state, target)
+            message = self._when("paused until it is resumed", by)
+            self.transition(job_uuid, job.attempt, job.state, target, None, message)
+
+    def _when(self, what: str, by: str) -> str:
+        """What was requested of a job, by whom and when."""
+        at = datetime.fromtimestamp(self._clock(), UTC)
+        return f"{what}, requested{f' by {by}' if by else ''} at {at:%Y-%m-%d %H:%M:%S} UTC"
 
     def request_resume(self, job_uuid: str) -> JobRecord:
         """Queue a paused job again; a job that was not paused does not change. Raises JobNotFound; JobConflict: the job

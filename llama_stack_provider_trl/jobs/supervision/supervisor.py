@@ -469,6 +469,8 @@ class Supervisor:
             self._store.set_detail(job.job_uuid, job.state, detail)
 
     def _move(self, job: JobRecord, target: JobState, reason: Reason | None = None, message: str = "") -> bool:
+        if target in (JobState.paused, JobState.cancelled):
+            message = message or job.message  # who has requested it
         moved = self._store.transition(job.job_uuid, job.attempt, job.state, target, reason, message)
         if moved:
             log.info("job %s: %s -> %s %s", job.job_uuid, job.state, target, message.partition("\n")[0])

@@ -106,6 +106,7 @@ def _checked(checks: tuple[AnswerCheck, ...], row: CheckedRow, text: str) -> dic
     passed: dict[str, bool] = {}
     timed_out: list[str] = []
     rewards: dict[str, dict[str, Any]] = {}
+    expected: dict[str, str] = {}
     for check, reference in zip(checks, row.references, strict=True):
         if check.type == "judge":
             continue
@@ -122,7 +123,10 @@ def _checked(checks: tuple[AnswerCheck, ...], row: CheckedRow, text: str) -> dic
         except TimeoutError:
             passed[check.measure] = False
             timed_out.append(check.measure)
-    return {"passed": passed, "timed_out": timed_out, **({"graded": rewards} if rewards else {})}
+        if not passed[check.measure] and isinstance(reference, str):
+            expected[check.measure] = reference
+    found = {"passed": passed, "timed_out": timed_out}
+    return found | ({"graded": rewards} if rewards else {}) | ({"expected": expected} if expected else {})
 
 
 def _measured(answers: AnswerFile, checks: tuple[AnswerCheck, ...]) -> dict[str, Any]:

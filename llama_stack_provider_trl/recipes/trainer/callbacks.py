@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ... import faults
 from ...errors import JobFailure
 from ...specs.averaging import passes_multiple
-from ...specs.evaluations import EarlyStoppingTracker
+from ...specs.evaluations import EarlyStoppingTracker, LossWatch
 from ...specs.events import Evaluated, EventWriter, Prepared, Progress, Reason, Sampled, Warned
 from ...specs.job import JobSpec
 from ...specs.search import rung_steps
@@ -85,6 +85,7 @@ class JobCallback(TrainerCallback):
         self.last_logged = self._last_saved = start_step
         self.validation: tuple[int, float] | None = None
         self._losses: list[tuple[int, float]] = []
+        self._loss_watch = LossWatch(spec)
         self._tokens = float(trainer.num_tokens)
         self._busy_since: float | None = None
         self._random: dict[str, Any] | None = None
@@ -279,6 +280,8 @@ class JobCallback(TrainerCallback):
             )
         )
         _refuse_divergence(state.global_step, logs, scaled=self.spec.compute.dtype == "fp16")
+        if message := self._loss_watch.problem(state.global_step, logs["loss"]):
+            self.writer.write(Warned(message=message))
 
     def on_evaluate(
         self,

@@ -273,6 +273,8 @@ class QueueRow(JobRow):
     """Seconds of training left at the pace so far."""
     reason: str | None = None
     """Of its failure, in one word."""
+    model_job: str | None = None
+    """The job whose checkpoint it reads as its model, or as an adapter on that; null: its model is of no job."""
     metadata: dict[str, str] = {}
     search: str | None = None
     """The search that it is a trial of."""

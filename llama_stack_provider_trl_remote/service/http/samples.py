@@ -66,5 +66,7 @@ class AnswerLine(BaseModel):
     complete: bool
     passed: dict[str, bool] = {}
     timed_out: list[str] = []
+    expected: dict[str, str] = {}
+    """Check that fails -> the text, or the pattern, that it expects."""
     graded: dict[str, GradedAnswer] = {}
     judged: dict[str, JudgedAnswer] = {}

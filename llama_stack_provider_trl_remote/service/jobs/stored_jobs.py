@@ -6,6 +6,7 @@ import asyncio
 import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from llama_stack_provider_trl.jobs.decisions.placement import Node, Obtainable
@@ -101,13 +102,21 @@ class StoredJobs:
         waiting = counts.get(JobState.scheduled, 0) + counts.get(JobState.paused, 0)
         return waiting, sum(count for state, count in counts.items() if state not in TERMINAL) - waiting
 
-    async def cancel(self, job_uuid: str) -> None:
-        """End a job. Raises JobNotFound, JobConflict."""
-        await self._request(self._store.request_cancel, job_uuid)
+    async def cancel(self, job_uuid: str, by: str) -> None:
+        """End a job. Raises JobNotFound, JobConflict.
 
-    async def pause(self, job_uuid: str) -> None:
-        """Have a job save and free its device. Raises JobNotFound, JobConflict."""
-        await self._request(self._store.request_pause, job_uuid)
+        Args:
+            by: name of who requests it.
+        """
+        await self._request(partial(self._store.request_cancel, by=by), job_uuid)
+
+    async def pause(self, job_uuid: str, by: str) -> None:
+        """Have a job save and free its device. Raises JobNotFound, JobConflict.
+
+        Args:
+            by: name of who requests it.
+        """
+        await self._request(partial(self._store.request_pause, by=by), job_uuid)
 
     async def resume(self, job_uuid: str) -> None:
         """Queue a paused job again. Raises JobNotFound, JobConflict."""

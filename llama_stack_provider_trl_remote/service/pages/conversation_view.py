@@ -168,10 +168,7 @@ def _prompt_of(turns: Sequence[Mapping[str, Any]]) -> tuple[list[ShownTurn], str
 
 
 def _checked(line: AnswerLine) -> ShownAnswer:
-    facts = [
-        ShownFact(name, "took too long" if name in line.timed_out else "passed" if passed else "failed", _kind(passed))
-        for name, passed in line.passed.items()
-    ]
+    facts = [ShownFact(name, _outcome(line, name), _kind(passed)) for name, passed in line.passed.items()]
     facts += [ShownFact(f"{name}, reward", given.error or number(given.reward)) for name, given in line.graded.items()]
     facts += [
         ShownFact(f"{name}, score", number(verdict.score) or "unreadable") for name, verdict in line.judged.items()
@@ -180,6 +177,15 @@ def _checked(line: AnswerLine) -> ShownAnswer:
     if len(facts) > len(shown):
         shown.append(ShownFact(f"{len(facts) - len(shown)} more", "are left out"))
     return ShownAnswer(answer_turn(line.text), f"Answer {line.sample + 1}", shown, _note(line.tokens, line.complete))
+
+
+def _outcome(line: AnswerLine, check: str) -> str:
+    """What a check has found, in words."""
+    if check in line.timed_out:
+        return "took too long"
+    if line.passed[check]:
+        return "passed"
+    return f"expected {line.expected[check]!r}" if check in line.expected else "failed"
 
 
 def _kind(passed: bool) -> str:

@@ -25,7 +25,7 @@ from ..views.rollouts import answers_of, rollouts_of
 from ..views.samples import side_by_side
 from . import job_view
 from .conversation_view import exchange_of, exchanges_of
-from .list_view import start_text
+from .list_view import wait_text
 from .login import checked_form, see_other
 from .rendering import page
 from .route import PageRoute
@@ -48,8 +48,9 @@ async def job_page(
     status = await asyncio.to_thread(jobs.status, job_uuid)
     warnings = await asyncio.to_thread(read_warnings, store, job_uuid)
     log = await _log(store, job_uuid, "0", None, _LINES, _BYTES)
-    is_waiting = status.resources_allocated["state"] == JobState.scheduled
-    start = start_text(await asyncio.to_thread(jobs.start, job_uuid), datetime.now(UTC)) if is_waiting else ""
+    detail = status.resources_allocated.get("detail") or ""
+    if status.resources_allocated["state"] == JobState.scheduled:
+        detail = wait_text(await asyncio.to_thread(jobs.start, job_uuid), detail, datetime.now(UTC))
     exports = await asyncio.to_thread(exports_of, store, status)
     files = await asyncio.to_thread(files_of_export, status)
     url = str(request.base_url).rstrip("/")
@@ -60,7 +61,8 @@ async def job_page(
         job_view.values, status, caller.role, warnings, exports, files, url, requested, eval_loss
     )
     chosen, default = grouped(job_view.settings_of(status.resources_allocated["effective_config"]))
-    return page(request, "job.html", log=log, start=start, settings=chosen, defaults=default, **values)
+    values["detail"] = job_view.linked(detail)
+    return page(request, "job.html", log=log, settings=chosen, defaults=default, **values)
 
 
 @router.get("/logs", dependencies=[USERS])
@@ -114,7 +116,7 @@ async def checkpoint_page(
 async def cancel(request: Request, jobs: StoredJobsDep, caller: CurrentCaller, job_uuid: JobName) -> Response:
     """End the job."""
     await checked_form(request, caller)
-    await jobs.cancel(job_uuid)
+    await jobs.cancel(job_uuid, caller.name)
     return see_other(job_view.path_of(job_uuid))
 
 
@@ -122,7 +124,7 @@ async def cancel(request: Request, jobs: StoredJobsDep, caller: CurrentCaller, j
 async def pause(request: Request, jobs: StoredJobsDep, caller: CurrentCaller, job_uuid: JobName) -> Response:
     """Have the job save and free its device."""
     await checked_form(request, caller)
-    await jobs.pause(job_uuid)
+    await jobs.pause(job_uuid, caller.name)
     return see_other(job_view.path_of(job_uuid))
 
 

@@ -33,9 +33,12 @@ _ENDS = {
     JobState.cancelled: "the job was cancelled",
     JobState.paused: "the job was paused",
 }
-_HELD = re.compile(r"(?<=\(held by )[^()]+(?=\))")
+_NAMED = re.compile(r"(?<=\(held by )[^()]+(?=\))|\S+(?= starts before it)|(?<=processes of job )\S+")
+"""Jobs in the reason of a wait."""
 _BETWEEN = re.compile(r"(, | and \d+ more$)")
 """As the supervisor lists jobs."""
+_MOST_SAVED, _LAST_SAVED = 8, 4
+"""Checkpoints of a list that is shown whole, and the last ones that a longer one shows."""
 _SAVED = "it saved, for a pause or for a move to another node"
 RIBBON = 1000
 """Width of the ribbon of attempts, in its own units."""
@@ -81,6 +84,37 @@ class Mark(NamedTuple):
     text: str
 
 
+class SavedModel(NamedTuple):
+    """A row of the table of checkpoints. `checkpoint` is one of the status."""
+
+    checkpoint: Any
+    name: str
+    """Of its directory, by which requests name it."""
+    is_best: bool
+    resumes: bool
+    """Whether a training can continue from it: it has the state of the optimizer."""
+
+
+def saved_of(status: PostTrainingJobStatusResponse) -> tuple[list[SavedModel], list[SavedModel]]:
+    """The checkpoints of a job: those of a long list that matter most, the best one and the last ones, and the others,
+    by step."""
+    losses = [
+        (one.training_metrics.validation_loss, place)
+        for place, one in enumerate(status.checkpoints)
+        if one.training_metrics is not None and one.training_metrics.validation_loss is not None
+    ]
+    best = min(losses)[1] if len(losses) > 1 else None
+    found = []
+    for place, one in enumerate(status.checkpoints):
+        name = one.path.rstrip("/").rpartition("/")[2]
+        found.append(SavedModel(one, name, place == best, _STEP.search(name) is not None))
+    if len(found) <= _MOST_SAVED:
+        return found, []
+    first = len(found) - _LAST_SAVED
+    shown = [one for place, one in enumerate(found) if one.is_best or place >= first]
+    return shown, [one for one in found if one not in shown]
+
+
 def values(
     status: PostTrainingJobStatusResponse,
     role: Role | None,
@@ -109,12 +143,13 @@ def values(
     if export is not None:
         result = {name: value for name, value in result.items() if name not in SHOWN}
     repeated = _repeated(requested, url)
+    saved, older = saved_of(status)
+    can_continue = state in TERMINAL and again_of(state, requested) != ""
     answers = bool(status.checkpoints) and _writes_text(found["effective_config"])
     return {
         "status": status,
         "found": found,
         "state": state,
-        "detail": linked(found.get("detail") or ""),
         "path": path_of(status.job_uuid),
         "attempts": attempts,
         "ribbon": RIBBON,
@@ -131,6 +166,9 @@ def values(
         "exports": exports,
         "export_command": export_commands(status.job_uuid, url),
         "epochs": epochs_of(status),
+        "saved": saved,
+        "older": older,
+        "last": next((one.name for one in reversed([*older, *saved]) if one.resumes), ""),
         "is_running": state in ACTIVE,
         "has_ended": state in TERMINAL,
         "can": {
@@ -140,6 +178,7 @@ def values(
             "delete": state in TERMINAL and role == "admin",
             "chat": answers,
             "export": answers and state is JobState.completed,
+            "continue": can_continue,
         },
         "warned_at": {message: step for step, message in warnings},
         "marks": [mark._asdict() for mark in marks_of(status, attempts, warnings)],
@@ -224,7 +263,7 @@ def marks_of(
 def linked(detail: str) -> list[tuple[str, str]]:
     """A detail in parts, each with the address of the job that it names; empty: it names none."""
     parts, end = list[tuple[str, str]](), 0
-    for found in _HELD.finditer(detail):
+    for found in _NAMED.finditer(detail):
         parts.append((detail[end : found.start()], ""))
         parts += [(one, path_of(one) if place % 2 == 0 else "") for place, one in enumerate(_BETWEEN.split(found[0]))]
         end = found.end()

@@ -10,6 +10,7 @@ from urllib.parse import urlencode
 
 from llama_stack_provider_trl.jobs.decisions.states import ACTIVE, JobState
 from llama_stack_provider_trl.specs.state_words import state_word
+from llama_stack_provider_trl.specs.work import WORKS as WORKS
 
 from ..http.bodies import QueueRow
 from ..views import queue
@@ -163,6 +164,15 @@ def short_model(model: str | None) -> str:
     return (model or "").rstrip("/").rpartition("/")[2]
 
 
+def model_of(job: QueueRow) -> str:
+    """The model of a job in a few words: of another job's checkpoint that job, and the checkpoint if it is not the
+    final one."""
+    name = short_model(job.model)
+    if job.model_job is None:
+        return name
+    return f"{job.model_job}/{name}" if name.startswith("checkpoint-") else job.model_job
+
+
 def ago(value: datetime | None, now: datetime) -> str:
     """How long ago a time was: `5 min ago`; a date, where that is more than 30 days; empty: there is none."""
     if value is None:
@@ -205,3 +215,9 @@ def start_text(job: QueueRow, now: datetime) -> str:
         if seconds >= 1.5 * length:
             return f"starts in about {seconds / length:.0f} {unit}"
     return "starts in about a minute" if seconds > 20 else "starts in a moment"
+
+
+def wait_text(job: QueueRow, reason: str, now: datetime) -> str:
+    """When a waiting job starts, and why it waits."""
+    start, reason = start_text(job, now), reason or "waiting to be placed"
+    return "; ".join(filter(None, (reason, start) if job.unpredicted else (start, reason)))

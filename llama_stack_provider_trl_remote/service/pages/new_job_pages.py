@@ -75,22 +75,27 @@ async def new_job_page(
     source: Annotated[str, Query(alias="from", max_length=128)] = "",
     preset: Annotated[str, Query(max_length=20)] = "",
     kind: Annotated[str, Query(max_length=20)] = "",
+    checkpoint: Annotated[str, Query(max_length=128)] = "",
 ) -> Response:
-    """The form: empty, or with the request of a job under a new name; and with what the address names."""
+    """The form: empty, or with the request of a job under a new name, which may continue from a checkpoint of it; and
+    with what the address names."""
     given = {"kind": kind, "dataset": dataset, "model": model, "method": method, "options": options}
     if options:  # such as adapter: continue, beside which another adapter is refused
         given["tuning"] = "request"
     fields, problem = {**PRESETS.get(preset, next(iter(PRESETS.values()))).fields}, ""
     if source:
-        fields, problem = await asyncio.to_thread(_again, store, source)
+        fields, problem = await asyncio.to_thread(_again, store, source, checkpoint)
     fields |= {name: value for name, value in given.items() if value}
     if not source and _kind(fields) == "train":
         fields["model"] = model or await asyncio.to_thread(newest_model, store)
     return await _page(request, registry, store, settings, fields, problem=problem, source=source)
 
 
-def _again(store: Store, source: str) -> tuple[dict[str, str], str]:
+def _again(store: Store, source: str, checkpoint: str = "") -> tuple[dict[str, str], str]:
     """The fields of a job's request under a name that is free, and why there are none.
+
+    Args:
+        checkpoint: of the job, from which the new one continues; empty: it begins anew.
 
     Raises:
         JobNotFound.
@@ -101,7 +106,11 @@ def _again(store: Store, source: str) -> tuple[dict[str, str], str]:
         kept = "its request is no training" if requested else "its request is not kept, as of a trial of a search"
         return {}, f"The form cannot be filled in from job {source!r}: {kept}. Fill it in from the job's configuration."
     name = next(name for name in next_names(source) if store.state_of(name) is None)
-    return {**fields_of(requested.body, requested.call == TRAINING_CALLS[0]), "job": name}, ""
+    fields = {**fields_of(requested.body, requested.call == TRAINING_CALLS[0]), "job": name}
+    if checkpoint:
+        options = json.loads(fields.get("options") or "{}") | {"resume_from": f"{source}/{checkpoint}"}
+        fields["options"] = json.dumps(options)
+    return fields, ""
 
 
 @router.post("/check", dependencies=[USERS_JOB_FORM])

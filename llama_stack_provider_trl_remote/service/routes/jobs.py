@@ -186,6 +186,7 @@ async def job_artifacts(store: StoreDep, job_uuid: JobUuid) -> Response:
 @router.post("/job/cancel", dependencies=[USERS], responses={**declared(404, 409), **NULL})
 async def cancel_job(
     jobs: StoredJobsDep,
+    caller: CurrentCaller,
     body: Annotated[JobName | None, Body()] = None,
     job_uuid: Annotated[str | None, Query(description="The job's name, where no body names it")] = None,
 ) -> Response:
@@ -193,13 +194,13 @@ async def cancel_job(
     name = body.job_uuid if body is not None else job_uuid
     if name is None:
         raise InvalidRequest("job_uuid", None, 'name the job: {"job_uuid": "..."} as the body, or ?job_uuid=')
-    return await _cancel(jobs, name)
+    return await _cancel(jobs, name, caller.name)
 
 
 @router.post("/jobs/{job_uuid}/cancel", dependencies=[USERS], responses={**declared(404, 409), **NULL})
-async def job_cancel(jobs: StoredJobsDep, job_uuid: JobUuid) -> Response:
+async def job_cancel(jobs: StoredJobsDep, caller: CurrentCaller, job_uuid: JobUuid) -> Response:
     """End a job: its processes are gone within seconds, its checkpoints stay."""
-    return await _cancel(jobs, job_uuid)
+    return await _cancel(jobs, job_uuid, caller.name)
 
 
 @router.post(
@@ -208,9 +209,9 @@ async def job_cancel(jobs: StoredJobsDep, job_uuid: JobUuid) -> Response:
     response_model=PostTrainingJobStatusResponse,
     responses=declared(404, 409),
 )
-async def pause_job(jobs: StoredJobsDep, job_uuid: JobUuid) -> Response:
+async def pause_job(jobs: StoredJobsDep, caller: CurrentCaller, job_uuid: JobUuid) -> Response:
     """Save a checkpoint, then free the device; a waiting job stays in the queue, paused."""
-    await jobs.pause(job_uuid)
+    await jobs.pause(job_uuid, caller.name)
     return as_json(jobs.status(job_uuid, config=False))
 
 
@@ -247,8 +248,8 @@ def as_json(model: BaseModel) -> Response:
     return Response(model.model_dump_json(), media_type="application/json")
 
 
-async def _cancel(jobs: StoredJobs, job_uuid: str) -> Response:
-    await jobs.cancel(job_uuid)
+async def _cancel(jobs: StoredJobs, job_uuid: str, by: str) -> Response:
+    await jobs.cancel(job_uuid, by)
     return Response("null", media_type="application/json")
 
 

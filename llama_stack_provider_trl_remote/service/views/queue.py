@@ -154,7 +154,13 @@ def _queue_row(job: ListedJob, starts: Mapping[str, PredictedStart]) -> QueueRow
     loss, eval_loss = job.progress.loss, job.eval_loss
     values |= {"loss": _finite(job.best_loss if loss is None else loss), "reason": job.reason}
     values |= {"eval_loss": _finite(job.best_eval_loss if eval_loss is None else eval_loss)}
-    values |= {"metadata": job.metadata, "search": job.search, "root": job.root, "members": Counter(job.members)}
+    values |= {
+        "metadata": job.metadata,
+        "search": job.search,
+        "root": job.root,
+        "model_job": job.model_job,
+        "members": Counter(job.members),
+    }
     if job.state not in TERMINAL:
         values["eta_seconds"] = job.progress.eta_seconds
     if job.state is JobState.scheduled:

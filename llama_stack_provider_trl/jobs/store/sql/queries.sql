@@ -127,6 +127,8 @@ WITH RECURSIVE parents(job_uuid, parent) AS MATERIALIZED (
         SELECT link.job_uuid, predecessor, min(position) FROM predecessors AS link
         JOIN jobs ON jobs.job_uuid = predecessor
         WHERE :folded AND NOT EXISTS (SELECT 1 FROM trials WHERE trials.job_uuid = link.job_uuid)
+          -- What reads a model without training it stands by itself, as where the model is of no job.
+          AND NOT EXISTS (SELECT 1 FROM jobs WHERE jobs.job_uuid = link.job_uuid AND CASE WHEN json_valid(spec) THEN json_extract(spec, '$.work.kind') END IS NOT NULL)
         GROUP BY link.job_uuid)),
 family(job_uuid, root) AS (
     SELECT parent, parent FROM parents WHERE parent NOT IN (SELECT job_uuid FROM parents)
@@ -194,6 +196,7 @@ taken AS (
         WHERE number <= :limit ORDER BY own_part <> 0, number, place LIMIT :together))
 SELECT job_uuid, state, CASE WHEN json_valid(spec) THEN coalesce(json_extract(spec, '$.work.kind'), json_extract(spec, '$.train.method.type'), json_extract(spec, '$.train.method.algorithm')) END AS algorithm,
        CASE WHEN json_valid(spec) THEN json_extract(spec, '$.source.model') END AS model,
+       CASE WHEN json_valid(spec) THEN coalesce(json_extract(spec, '$.adapter.made_by.job_uuid'), json_extract(spec, '$.source.made_by.job_uuid')) END AS model_job,
        CASE WHEN json_valid(spec) THEN json_extract(spec, '$.metadata') END AS metadata,
        priority, step, total_steps, detail, jobs.message, jobs.reason, scheduled_at, jobs.started_at, jobs.completed_at, created_by,
        prepared_at, stepped_at, start_step, CASE WHEN json_valid(progress) THEN json_extract(progress, '$.loss') END AS loss,

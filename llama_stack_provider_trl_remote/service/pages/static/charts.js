@@ -17,7 +17,15 @@ and the highest of each part. Enlarge a part of the chart to save all points of 
 export const CONFIG = { responsive: true, displayModeBar: false };
 // Plotly shows some tags of HTML in texts: a name is shown as it is.
 export const plain = (name) => name.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
-export const COLORS = ["#2f6fb0", "#c0561e", "#2a8a4a", "#8a4fb5", "#b0862f", "#4a8f9c", "#b5477f", "#6b7480"];
+const COLORS = ["#2f6fb0", "#c0561e", "#2a8a4a", "#8a4fb5", "#b0862f", "#4a8f9c", "#b5477f", "#6b7480"];
+const ON_DARK = ["#79b8ff", "#ff9d6b", "#63c77f", "#c79bf2", "#e2b655", "#7fd0dd", "#f48fb9", "#aab4bf"];
+const dark = matchMedia("(prefers-color-scheme: dark)");
+// The colour of a curve by its number, and how opaque what is not smoothed is: on a dark page lines are fainter.
+export const colorOf = (number) => (dark.matches ? ON_DARK : COLORS)[number % COLORS.length];
+export const rawOpacity = () => (dark.matches ? 0.55 : 0.35);
+// Where numbers are written with a power of ten: plotly would write 1e-4 as 100µ on one axis and as 0.0001 on another.
+const POWERS = { tickformat: "~e", labelalias: { "0e+0": "0", "1e+0": "1", "1e+1": "10", "1e+2": "100", "1e−1": "0.1", "1e−2": "0.01" } };
+const SMALL = 1e-3;
 
 const MARKS = {
   checkpoint: { symbol: "triangle-down", dash: "dot", color: "#8a939c" },
@@ -31,6 +39,8 @@ export function withLines(marks) {
   const counts = Map.groupBy(marks, ({ kind }) => kind);
   return marks.filter(({ kind }) => counts.get(kind).length < MANY_MARKS);
 }
+// Points of a curve from which on none has a symbol: they would run together to a band.
+const MANY_SYMBOLS = 40;
 const LONGEST_TEXT = 300;
 const LINE = /(.{1,70})(?:\s+|$)|(.{70})/gs;
 
@@ -44,7 +54,7 @@ const UNITS = [
 ];
 
 // How a curve is drawn: a line through a single point is nothing, and points of evaluations are few.
-export const modeOf = (curve, kind) => (kind === "validation" || curve.step.length < 2 ? "lines+markers" : "lines");
+export const modeOf = ({ step }, kind) => (step.length < 2 || (kind === "validation" && step.length < MANY_SYMBOLS) ? "lines+markers" : "lines");
 
 // Memory is in GiB on every page.
 const isMemory = (name) => name.includes("memory_bytes");
@@ -71,22 +81,21 @@ export function layout(title, axis, shown) {
   const lines = { gridcolor: line, zerolinecolor: line, linecolor: line };
   return {
     title: { text: plain(title), font: { size: 14 }, x: 0.01, xanchor: "left" },
-    margin: { l: 55, r: 15, t: 40, b: 40 },
+    margin: { l: 55, r: 15, t: 36, b: 80 }, // two lines of a legend: charts beside each other are of equal height
     height: HEIGHT,
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: text, family: "system-ui, sans-serif" },
-    colorway: COLORS,
     xaxis: { ...lines, title: { text: axis, standoff: 4 } },
     yaxis: { ...lines, automargin: true },
-    legend: { orientation: "h", y: -0.32 },
+    legend: { orientation: "h", x: 0, y: 0, yref: "container", yanchor: "bottom", font: { size: 11 } },
     uirevision: shown,
   };
 }
 
 // Calls back when the browser changes between light and dark.
 export function onColors(redraw) {
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  dark.addEventListener("change", redraw);
 }
 
 export class Charts {
@@ -249,8 +258,10 @@ export class Charts {
   drawChart(chart) {
     const { group, element } = chart;
     chart.isStale = false;
-    const curves = group.names.flatMap((name, at) => this.traces(name, chart.zoomed, COLORS[at % COLORS.length]));
-    const traces = [...curves, ...this.markers()];
+    const curves = group.names.flatMap((name, at) => this.traces(name, chart.zoomed, colorOf(at)));
+    // A line to 0 would fall through the floor of a logarithmic axis.
+    if (this.logarithmic.checked) for (const one of curves) one.y = one.y.map((value) => (value > 0 ? value : null));
+    const traces = [...curves, ...this.markers(group)];
     if (chart.isDrawn) {
       window.Plotly.react(element, traces, this.drawn(group, chart, curves), CONFIG);
       return;
@@ -268,19 +279,22 @@ export class Charts {
     const isLogarithmic = this.logarithmic.checked;
     if (isLogarithmic) found.yaxis.type = "log";
     const values = curves.flatMap(({ y }) => y);
+    const sizes = values.map(Math.abs).filter((value) => value > 0);
+    if (sizes.length && (isLogarithmic ? Math.min(...sizes) : Math.max(...sizes)) < SMALL) Object.assign(found.yaxis, POWERS);
     const equal = isLogarithmic ? null : aroundEqual(values);
     const range = equal ?? (this.outliers.checked && withoutOutliers(values, isLogarithmic));
     if (range) found.yaxis.range = range;
     found.yaxis.uirevision = `${found.uirevision} ${isLogarithmic} ${this.outliers.checked}`;
-    if (chart.figure.isWhole) Object.assign(found, this.whole(found, chart.element.clientHeight));
+    if (chart.figure.isWhole) found.height = chart.element.clientHeight;
     return found;
   }
 
-  // What is different in the layout of a chart that is shown alone: its legend is above it, whatever its height is.
-  whole(found, height) {
-    const title = { ...found.title, y: 1, yanchor: "top", pad: { t: 4, l: 8 } };
-    const legend = { orientation: "h", x: 0, y: 1, yanchor: "bottom" };
-    return { height, title, legend, margin: { ...found.margin, t: 70 } };
+  // The ends of the axis, the same on all charts: plotly would leave room for symbols on those alone that have any.
+  ends() {
+    const every = this.each().flatMap((all) => Object.values(all.metrics).flatMap((metrics) => [...metrics.values()].map((curve) => [all, curve])));
+    const last = every.filter(([, { step }]) => step.length).map(([all, curve]) => this.along(all, { ...curve, step: [curve.step.at(-1)], epoch: [curve.epoch.at(-1)], time: [curve.time.at(-1)] })[0]);
+    const end = last.reduce((most, one) => (one > most ? one : most), 0);
+    return this.axis.value !== "time" && end > 0 ? { minallowed: 0, maxallowed: end } : {};
   }
 
   // A chart whose place has another size.
@@ -319,11 +333,12 @@ export class Charts {
       const values = valuesOf(name, curve);
       const whole = { x: this.along(this.curves, curve), y: values, name: label, type: "scatter", ...hovered(values) };
       whole.mode = modeOf(curve, kind);
+      whole.cliponaxis = whole.mode === "lines"; // a symbol at the end of the axis is whole
       if (kind === "validation" || !isNoisy(name)) {
         found.push({ ...whole, line: { width: 1.5, color } });
         continue;
       }
-      found.push({ ...whole, line: { width: 1, color }, opacity: 0.35, showlegend: false });
+      found.push({ ...whole, line: { width: 1, color }, opacity: rawOpacity(), showlegend: false });
       const y = smoothed(curve.value, Number(this.smoothing.value));
       found.push({ ...whole, ...hovered(y), y, name: `${label}, smoothed`, mode: "lines", line: { width: 2, color } });
     }
@@ -337,35 +352,37 @@ export class Charts {
     const found = layout(group.title, axis, axis);
     const places = { step: "step %{x}", epoch: "epoch %{x:.4~g}", relative: `%{x:.4~g} ${unit.name}` };
     if (places[this.axis.value]) found.xaxis.unifiedhovertitle = { text: places[this.axis.value] };
-    if (group.title === "Learning rate") found.yaxis.exponentformat = "e";
+    found.xaxis.autorangeoptions = this.ends();
     if (group.names.every(isMemory)) found.yaxis.title = { text: "GiB", standoff: 4 };
     found.hovermode = "x unified";
     found.hoverlabel = { namelength: -1 };
     found.hoverdistance = -1; // of points that are thinned out the nearest is shown, however far it is
     // Marks have an axis of their own: they are at the top of a chart, whatever its values are.
     found.yaxis2 = { overlaying: "y", range: [0, 1], fixedrange: true, visible: false };
-    found.shapes = withLines(this.placed()).map(({ kind, x }) => ({
+    found.shapes = withLines(this.placed(group)).map(({ kind, x }) => ({
       ...{ type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper" },
       line: { width: 1, dash: MARKS[kind].dash, color: MARKS[kind].color },
     }));
     return found;
   }
 
-  // The marks that have a place on the axis.
-  placed() {
-    const found = this.marks.map((mark) => ({ ...mark, x: this.curves.place(mark.step, this.axis.value, this.unit()) }));
+  // The marks of a chart that have a place on the axis. Many checkpoints are marked at the top of the page alone.
+  placed({ section }) {
+    const isFew = this.marks.filter(({ kind }) => kind === "checkpoint").length < MANY_MARKS;
+    const marks = this.marks.filter(({ kind }) => kind !== "checkpoint" || isFew || !section);
+    const found = marks.map((mark) => ({ ...mark, x: this.curves.place(mark.step, this.axis.value, this.unit()) }));
     return found.filter(({ x }) => x !== null && x !== undefined);
   }
 
   // Of each kind of mark a curve of points, which the legend names and whose texts are shown by the pointer.
-  markers() {
-    const placed = this.marks.length ? this.placed() : [];
+  markers(group) {
+    const placed = this.marks.length ? this.placed(group) : [];
     return Object.entries(MARKS).flatMap(([kind, { symbol, color }]) => {
       const found = placed.filter((mark) => mark.kind === kind);
       if (!found.length) return [];
       return [{
         ...{ x: found.map(({ x }) => x), y: found.map(() => 1), yaxis: "y2", name: kind, type: "scatter", mode: "markers" },
-        marker: { symbol, color, size: 9 },
+        marker: found.length < MANY_MARKS * 2 ? { symbol, color, size: 9 } : { symbol: "line-ns", size: 6, line: { width: 1, color } },
         text: found.map(({ step, text }) => `step ${step}: ${wrapped(text)}`),
         hovertemplate: "%{text}<extra></extra>",
         cliponaxis: false,

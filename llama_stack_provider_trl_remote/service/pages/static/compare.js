@@ -1,5 +1,5 @@
 // Several jobs over each other: their curves as they grow, and a table of runs that shows, hides and marks them.
-import { Charts, COLORS, hovered, modeOf, plain, valuesOf } from "./charts.js";
+import { Charts, colorOf, hovered, modeOf, onColors, plain, rawOpacity, valuesOf } from "./charts.js";
 import { Curves, isNoisy, separate, smoothed } from "./curves.js";
 import { Parts } from "./parts.js";
 import { Stream } from "./stream.js";
@@ -9,11 +9,11 @@ const found = document.getElementById("jobs");
 // Each job, in the order of the tables, and whether it runs.
 const followed = new Map(found ? JSON.parse(found.textContent) : []);
 const curves = new Map([...followed.keys()].map((job) => [job, new Curves()]));
-const colors = new Map([...followed.keys()].map((job, number) => [job, COLORS[number % COLORS.length]]));
+const numbers = new Map([...followed.keys()].map((job, number) => [job, number]));
 const parts = new Parts(["states"], { replaced: color });
 // Jobs whose curves are not drawn.
 const hidden = new Set(new URLSearchParams(location.search).getAll("hide"));
-const [FAINT, RAW] = [0.15, 0.25];
+const FAINT = 0.15;
 
 async function fetchSeries(job, options = null) {
   const path = `/v1/post-training/jobs/${encodeURIComponent(job)}/series`;
@@ -44,7 +44,7 @@ class Overlaid extends Charts {
 
   traces(name, zoomed) {
     return [...this.jobs()].flatMap(([job, all]) => {
-      const color = colors.get(job);
+      const color = colorOf(numbers.get(job));
       return ["train", "validation"].flatMap((kind) => {
         const curve = zoomed?.[job] ? zoomed[job][kind][name] : all.metrics[kind].get(name);
         if (!curve?.step.length) return [];
@@ -53,9 +53,9 @@ class Overlaid extends Charts {
         const line = { color, width: 2, dash: kind === "validation" ? "dot" : "solid" };
         const values = valuesOf(name, curve);
         const opacity = this.opacity(job);
-        const whole = { x, y: values, ...hovered(values), name: label, mode: modeOf(curve, kind), type: "scatter", line, opacity, meta: job };
+        const whole = { x, y: values, ...hovered(values), name: label, mode: modeOf(curve, kind), cliponaxis: modeOf(curve, kind) === "lines", type: "scatter", line, opacity, meta: job };
         if (kind === "validation" || !isNoisy(name)) return [whole];
-        const raw = { ...whole, line: { color, width: 1 }, opacity: RAW * opacity, showlegend: false, hoverinfo: "skip", hovertemplate: "" };
+        const raw = { ...whole, line: { color, width: 1 }, opacity: rawOpacity() * opacity, showlegend: false, hoverinfo: "skip", hovertemplate: "" };
         const y = smoothed(curve.value, Number(this.smoothing.value));
         return [raw, { ...whole, ...hovered(y), y }];
       });
@@ -86,7 +86,7 @@ class Overlaid extends Charts {
       const isSeen = (chart) => this.near.has(chart.element) || this.faint?.has(chart);
       const drawn = [...this.charts.values()].filter((chart) => chart.isDrawn && isSeen(chart));
       for (const { element } of drawn) {
-        const opacity = element.data.map(({ meta, showlegend }) => this.opacity(meta) * (showlegend === false ? RAW : 1));
+        const opacity = element.data.map(({ meta, showlegend }) => this.opacity(meta) * (showlegend === false ? rawOpacity() : 1));
         if (opacity.length) window.Plotly.restyle(element, { opacity });
       }
       this.faint = job && new Set(drawn);
@@ -125,9 +125,9 @@ function markRow(job) {
 
 // The boxes of the table have the colours of the curves.
 function color() {
-  for (const [job, value] of colors) {
+  for (const [job, number] of numbers) {
     const box = rowOf(job)?.querySelector("[name=show]");
-    if (box) box.style.accentColor = value;
+    if (box) box.style.accentColor = colorOf(number);
   }
 }
 
@@ -211,4 +211,5 @@ const differences = document.querySelector("#settings details");
 if (differences && document.querySelector(".beside-curves") && matchMedia("(max-width: 48rem)").matches) differences.open = false;
 if (differences && location.hash === "#settings") differences.open = true;
 color();
+onColors(color);
 if (curves.size) begin();

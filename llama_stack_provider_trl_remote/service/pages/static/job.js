@@ -37,9 +37,6 @@ class Sections extends Charts {
     const found = super.layout(group);
     if (group.section) return found;
     found.height = (headline.querySelector(".chart") ?? document.querySelector(".whole .chart")).clientHeight;
-    found.margin = { ...found.margin, t: 50, b: 34, r: 10 };
-    found.title = { ...found.title, y: 0.98, yanchor: "top" };
-    found.legend = { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 11 } };
     return found;
   }
 }
@@ -94,7 +91,9 @@ function onEvent(_, message) {
   // The service had not read how many steps there are when it rendered the page.
   if (!bar) return parts.refresh();
   bar.value = event.step;
-  document.getElementById("steps").textContent = `${event.step} of ${bar.max} ${bar.max === 1 ? "step" : "steps"}`;
+  const steps = document.getElementById("steps");
+  const isTraining = steps.dataset.works === undefined;
+  steps.textContent = isTraining ? `${event.step} of ${bar.max} ${bar.max === 1 ? "step" : "steps"}` : `${Math.round((100 * event.step) / bar.max)} %`;
   const eta = document.getElementById("now-eta");
   if (eta) eta.textContent = duration(message.eta_seconds);
   const left = bar.max - event.step;
@@ -131,9 +130,10 @@ function onLive() {
 }
 
 const rendered = state();
-// When a waiting job starts is said relative to now, and no event tells that it has changed.
-const WAITING_MS = 30_000;
+// When a waiting job starts is said relative to now, and no event tells that it has changed, or why a new one waits.
+const [WAITING_MS, UNEXPLAINED_MS] = [30_000, 2000];
 setInterval(() => document.hidden || state() !== "scheduled" || parts.refresh(), WAITING_MS);
+setInterval(() => document.hidden || document.getElementById("status").dataset.unexplained === undefined || parts.refresh(), UNEXPLAINED_MS);
 
 async function begin() {
   try {

@@ -12,6 +12,8 @@ let followed = "";
 let rendered = new Map();
 // Job -> its last progress, and the cursor behind it.
 const latest = new Map();
+// When the list was rendered, for the durations of what runs.
+let listed = performance.now();
 
 function follow() {
   rendered = new Map(JSON.parse(document.getElementById("followed").textContent));
@@ -43,8 +45,12 @@ function show(job, { event, eta_seconds: eta }, cursor) {
   if (!bar) return false;
   bar.value = event.step;
   const steps = found.querySelector(".progress .steps");
-  steps.textContent = `${count(event.step)} of ${count(bar.max)}`;
-  steps.title = `${event.step} of ${bar.max} steps`;
+  // What trains nothing has no steps: those of its progress are of any kind.
+  if (bar.dataset.works !== undefined) steps.textContent = `${Math.round((100 * event.step) / bar.max)} %`;
+  else {
+    steps.textContent = `${count(event.step)} of ${count(bar.max)}`;
+    steps.title = `${event.step} of ${bar.max} steps`;
+  }
   found.querySelector(".eta").textContent = Number.isFinite(eta) ? `${brief(eta)} left` : "";
   if (typeof event.metrics.loss === "number") found.querySelector(".loss .value").textContent = short(event.metrics.loss);
   else if (event.not_finite?.includes("loss")) found.querySelector(".loss .value").textContent = "";
@@ -66,6 +72,7 @@ function onLive() {
 // A list that was rendered before the last events of the stream is behind them.
 function onList() {
   onLive();
+  listed = performance.now();
   offer();
   follow();
   for (const [job, [message, cursor]] of latest) {
@@ -111,10 +118,23 @@ document.addEventListener("click", (event) => {
     history.replaceState(null, "", fold.href);
     parts.fetch();
   }
+  // A row leads where its name does.
+  const link = event.target.closest("a, label, button") ? null : event.target.closest("tbody tr")?.querySelector("a.job");
+  if (link && !String(getSelection())) {
+    if (event.ctrlKey || event.metaKey) open(link.href, "_blank", "noopener");
+    else link.click();
+  }
   const action = event.target.closest("[data-act]")?.dataset.act;
   if (action) act(action);
 });
 
+function countUp() {
+  for (const cell of document.querySelectorAll("[data-seconds]")) {
+    cell.textContent = brief(Number(cell.dataset.seconds) + (performance.now() - listed) / 1000);
+  }
+}
+
 offer();
 follow();
+setInterval(countUp, 1000);
 parts.every(30000); // jobs of others, reasons of waiting ones, and how long ago everything was

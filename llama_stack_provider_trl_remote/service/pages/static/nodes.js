@@ -1,5 +1,5 @@
 // The list of nodes as it changes, and how loaded they were.
-import { addChart, COLORS, CONFIG, layout, onColors, plain } from "./charts.js";
+import { addChart, colorOf, CONFIG, layout, onColors, plain } from "./charts.js";
 import { Loads } from "./loads.js";
 import { Parts } from "./parts.js";
 
@@ -32,7 +32,7 @@ async function fetchLoads() {
 async function draw() {
   for (const { title, traces } of loads.charts(Number(span.value))) {
     const drawn = traces.map(({ x, y, name, place, dash }) => {
-      const line = { width: 1.5, dash, color: COLORS[place % COLORS.length] };
+      const line = { width: 1.5, dash, color: colorOf(place) };
       const mode = x.length < FEW ? "lines+markers" : "lines";
       return { x, y, name: plain(name), line, mode, type: "scatter", showlegend: true };
     });

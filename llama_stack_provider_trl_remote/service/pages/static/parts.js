@@ -43,7 +43,7 @@ export class Parts {
 
 const REACHED_BY_KEYS = "a, button, input, select, summary, textarea, [tabindex]";
 
-// Who uses the keyboard stays where they are, and what was ticked stays ticked.
+// Who uses the keyboard stays where they are, what was ticked stays ticked, and what was opened stays open.
 export function replacePart(old, part) {
   if (!old || !part || old.isEqualNode(part)) return;
   const before = [...old.querySelectorAll(REACHED_BY_KEYS)];
@@ -52,6 +52,8 @@ export function replacePart(old, part) {
     const same = part.querySelector(`input[name="${CSS.escape(box.name)}"][value="${CSS.escape(box.value)}"]`);
     if (same) same.checked = true;
   }
+  const opened = [...old.querySelectorAll("details")].map(({ open }) => open);
+  [...part.querySelectorAll("details")].forEach((one, place) => (one.open ||= opened[place] ?? false));
   old.replaceWith(part);
   const found = [...part.querySelectorAll(REACHED_BY_KEYS)][at];
   if (at >= 0 && found?.tagName === before[at].tagName) found.focus({ preventScroll: true });
