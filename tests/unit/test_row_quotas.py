@@ -29,7 +29,7 @@ from llama_stack_provider_trl_remote.service.datasets.uploads import RowUploads
 from llama_stack_provider_trl_remote.service.http.dataset_bodies import RegisterDataset
 from llama_stack_provider_trl_remote.service.http.errors import Conflict, NotFound
 from llama_stack_provider_trl_remote.service.routes.datasets import put_blob
-from llama_stack_provider_trl_remote.service.security.access import Caller
+from llama_stack_provider_trl_remote.service.security.access import BODY, Caller
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.fakes import job_spec
 
@@ -425,7 +425,7 @@ def test_a_refusal_leaves_the_rows_that_another_request_has_stored_and_not_recor
         async def stream() -> AsyncIterator[bytes]:
             yield body
 
-        request: Any = SimpleNamespace(headers={"content-length": str(len(body))}, stream=stream)
+        request: Any = SimpleNamespace(scope={BODY: SimpleNamespace(announced=len(body))}, stream=stream)
         path = blobs.path(hashlib.sha256(body).hexdigest())
         assert asyncio.run(put_blob(uploads, path.stem, request, Caller("submit", "b"))).status_code == 201
     assert ended

@@ -273,6 +273,7 @@ WRITERS = {
     "datasets/blobs.py _keep_verdict": ASKS,
     "datasets/blobs.py _staging": "an empty directory",
     "datasets/blobs.py _arriving": ASKS,
+    "datasets/hub.py _keep_own_files": "the configurations of a card, which is there and at most 16 MiB",
     "datasets/hub.py _skeleton": "empty files, and the cards of a dataset, up to 16 MiB each",
     "datasets/hub.py read_hub": "the id of a commit; `_fetch` compares the space that is free with the files",
     "datasets/part_uploads.py _arriving": ASKS,
