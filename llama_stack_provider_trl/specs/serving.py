@@ -43,8 +43,6 @@ class ServeSpec(Frozen):
     """Directory of the adapters."""
     idle_seconds: float
     """Seconds without a request after which it ends."""
-    at_once: int
-    """Answers that are computed in turns, token by token; further ones wait."""
     beside: bool = False
     """A training computes on this machine meanwhile: it has the processor, and the memory, first."""
 

@@ -37,7 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def serve(model: Path, adapters: Path) -> ServedModel:
     torch.set_num_threads(1)
-    spec = ServeSpec(source=ModelSource(model=str(model)), device="cpu", adapters=adapters, idle_seconds=1.0, at_once=3)
+    spec = ServeSpec(source=ModelSource(model=str(model)), device="cpu", adapters=adapters, idle_seconds=1.0)
     return ServedModel(spec)
 
 

@@ -20,10 +20,12 @@ from llama_stack_provider_trl.specs.serving import (
     RUN,
     SOCKET,
     Answer,
+    AnswerPart,
     ServeRequest,
     ServeSpec,
 )
 from llama_stack_provider_trl.system.files import RunDir, atomic_write, tail
+from llama_stack_provider_trl.system.offload import FairSlots
 
 from ..space import Space
 from .served import Files, copy_adapter
@@ -33,6 +35,12 @@ _ENDING_SECONDS = 10.0
 """Seconds within which a process and its runner end; both are killed long before."""
 _LONGEST_PATH = 100
 """Bytes of a socket's path that every system takes."""
+_MOST_TOKENS = 1 << 20
+"""Of an answer that a request does not bound: its process bounds it by the positions of the model."""
+_BESIDE_TOKENS = 3
+"""Messages beside one for each token: the first, the last, and text that waited for a character's end."""
+_MOST_ANSWER, _MOST_WITH_LOGPROBS = 16 << 20, 128 << 20
+"""Bytes. A message takes 60, and with 20 log-probabilities 2,000."""
 
 
 class ProcessEnded(Exception):
@@ -51,6 +59,7 @@ class ServingProcess:
     Args:
         directory: a new one, for its run directory and its adapters, which is removed at the end.
         device: that it shares, such as `cpu` or `cuda:0`.
+        slots: of requests that it answers at a time, token by token in turns; further ones wait here.
         python: interpreter that runs it; None: the launcher's own.
     """
 
@@ -61,8 +70,10 @@ class ServingProcess:
         spec: ServeSpec,
         device: str,
         space: Space,
+        slots: FairSlots,
         python: str | None = None,
     ) -> None:
+        self._slots = slots
         self._launcher, self._directory, self._spec, self._space = launcher, directory, spec, space
         self.device = device
         self.task = TaskSpec(
@@ -114,21 +125,23 @@ class ServingProcess:
             self.used_at = time.monotonic()
 
     async def answer(self, request: ServeRequest, adapter: Files | None) -> AsyncGenerator[Answer]:
-        """The parts of the answer to a request, as they come. Raises ProcessEnded; OSError: the adapter cannot be
-        copied."""
+        """The parts of the answer to a request, as they come, when it is its caller's turn. Raises ProcessEnded;
+        InvalidRequest, OSError: the adapter cannot be copied."""
         begun = False
         await asyncio.wait([self._ready, self._life], return_when=asyncio.FIRST_COMPLETED)
-        if self._ready.done() and not self.has_ended:
-            if adapter is not None:
-                async with self._copying:
-                    await asyncio.to_thread(copy_adapter, adapter, self._spec.adapters / adapter.digest, self._space)
-                request = request.model_copy(update={"adapter": adapter.digest})
-            async with aclosing(self._exchange(request)) as messages:
-                async for message in messages:
-                    begun = True
-                    yield message
-                    if message.kind in ("ended", "refused"):
-                        return
+        async with self._slots.taken():
+            if self._ready.done() and not self.has_ended:
+                if adapter is not None:
+                    async with self._copying:
+                        copy = self._spec.adapters / adapter.digest
+                        await asyncio.to_thread(copy_adapter, adapter, copy, self._space)
+                    request = request.model_copy(update={"adapter": adapter.digest})
+                async with aclosing(self._exchange(request)) as messages:
+                    async for message in messages:
+                        begun = True
+                        yield message
+                        if message.kind in ("ended", "refused"):
+                            return
         await self.ended()
         raise ProcessEnded(self._reason or "it was idle", gave_way=self._gave_way, unanswered=not begun)
 
@@ -139,13 +152,14 @@ class ServingProcess:
             reader, writer = await self._connect()
         except OSError:
             return
+        bounds = _Bounds(request)
         try:
             writer.write(sent)
             while line := await reader.readline():
-                yield ANSWER.validate_json(line)
+                yield bounds.checked(line)
         except OSError:
             return
-        except ValueError as error:  # no message, or a line that is too long
+        except ValueError as error:  # no message, a line that is too long, or more than an answer has
             self.end(f"it sent an answer that cannot be read: {str(error)[:200]}")
         finally:
             writer.close()
@@ -234,6 +248,29 @@ class ServingProcess:
 
     def _log(self) -> str:
         return tail(RunDir(self.task.run_dir).log, 1)
+
+
+class _Bounds:
+    """What the answer to a request has at most: a model may have code of its own, which sends what it likes. Within
+    them an answer takes the memory of an honest one with long texts."""
+
+    def __init__(self, request: ServeRequest) -> None:
+        self._logprobs = request.logprobs
+        self._messages = (request.max_tokens or _MOST_TOKENS) + _BESIDE_TOKENS
+        self._bytes = _MOST_ANSWER if request.logprobs is None else _MOST_WITH_LOGPROBS
+
+    def checked(self, line: bytes) -> Answer:
+        """The next message. Raises ValueError: it is none, or one too many."""
+        self._messages -= 1
+        self._bytes -= len(line)
+        if self._messages < 0 or self._bytes < 0:
+            raise ValueError("it has more messages, or more bytes, than the tokens of the request can have")
+        message = ANSWER.validate_json(line)
+        if isinstance(message, AnswerPart):
+            most = 0 if self._logprobs is None else 1
+            if len(message.tokens) > most or any(len(one.top) > (self._logprobs or 0) for one in message.tokens):
+                raise ValueError("it has more log-probabilities than were requested")
+        return message
 
 
 class _Exited(Exception):

@@ -23,6 +23,7 @@ from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.model_source import ModelSource
 from llama_stack_provider_trl.specs.serving import ADAPTERS, Answer, ServeRequest, ServeSpec
 from llama_stack_provider_trl.system.data_dir import DataDir
+from llama_stack_provider_trl.system.offload import FairSlots
 from llama_stack_provider_trl.system.process import available_memory
 
 from ..settings import ServiceSettings
@@ -31,8 +32,9 @@ from .process import ProcessEnded, ServingProcess
 from .served import Served
 
 log = logging.getLogger(__name__)
-_AT_ONCE = 4
-"""Answers that one process computes in turns."""
+_AT_ONCE, _OF_CALLER = 4, 2
+"""Answers that one process computes in turns, and those of one caller: it computes one token after the other, so that
+fewer answers at a time are done sooner."""
 _BESIDE = " beside a training"
 
 
@@ -157,10 +159,10 @@ class Serving:
                 adapters=directory / ADAPTERS,
                 device=place.device.partition(":")[0],
                 idle_seconds=self._settings.serving_idle_seconds,
-                at_once=_AT_ONCE,
                 beside=place.beside,
             )
-            process = ServingProcess(self._launcher, directory, spec, place.device, self._space, self._python)
+            slots = FairSlots(_AT_ONCE, _OF_CALLER if self._settings.credentials else _AT_ONCE)
+            process = ServingProcess(self._launcher, directory, spec, place.device, self._space, slots, self._python)
             process.memory = memory
             self._processes[served.key] = process
             log.info("serving %s on %s%s", served.source.model, place.device, _BESIDE if place.beside else "")
