@@ -86,6 +86,12 @@ class ChosenToken(TokenLogprob):
     """The most likely ones in its place."""
 
 
+class AnswerReading(Frozen):
+    """The model is this request's now: its adapter is loaded, and its prompt written by the chat template."""
+
+    kind: Literal["reading"] = "reading"
+
+
 class AnswerBegun(Frozen):
     """The prompt was read."""
 
@@ -124,5 +130,5 @@ class AnswerRefused(Frozen):
     """Whether the request is at fault, or the model that it names; else the machine, such as its memory."""
 
 
-Answer = Annotated[AnswerBegun | AnswerPart | AnswerEnd | AnswerRefused, Field(discriminator="kind")]
-ANSWER: TypeAdapter[AnswerBegun | AnswerPart | AnswerEnd | AnswerRefused] = TypeAdapter(Answer)
+Answer = Annotated[AnswerReading | AnswerBegun | AnswerPart | AnswerEnd | AnswerRefused, Field(discriminator="kind")]
+ANSWER: TypeAdapter[AnswerReading | AnswerBegun | AnswerPart | AnswerEnd | AnswerRefused] = TypeAdapter(Answer)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from llama_stack_provider_trl.launch.base import Observation, TaskSpec, TaskState
+from llama_stack_provider_trl.specs.chat_templates import CHATML, UNENDED
 from llama_stack_provider_trl.specs.model_source import ModelSource
 from llama_stack_provider_trl.specs.serving import (
     LEASE,
@@ -29,6 +33,10 @@ from llama_stack_provider_trl_remote.service.serving.chats import Chats
 from llama_stack_provider_trl_remote.service.serving.served import Served
 from llama_stack_provider_trl_remote.service.serving.serving import Serving
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
+from tests.contract.payloads import LORA, QUESTIONS, sft
+from tests.contract.service import running_service
+from tests.contract.stack import SFT
+from tests.tiny import tiny_model
 
 MODEL = Served("model", ModelSource(model="/models/one"), None, None)
 BEGUN = AnswerBegun(prompt_tokens=1)
@@ -229,3 +237,35 @@ def test_chats_of_one_token_leave_another_its_turn(
         return seen
 
     assert asyncio.run(run()) == begun
+
+
+UNBROKEN = "{{ 1.5 | round(1000000000 * (messages | length), 'floor') }}"
+BOOM = f"{{% if messages[0]['content'] == 'boom' %}}{UNBROKEN}{{% endif %}}{CHATML}"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a timer of a thread's CPU time ends it")
+@pytest.mark.timeout(240)
+def test_a_chat_template_that_does_not_end_stops_its_own_jobs_and_chats_only(tmp_path: Path) -> None:
+    with running_service(tmp_path) as service:
+        service.register("rows", QUESTIONS)
+        for name, template in (("harmless", BOOM), ("harmful", UNBROKEN)):
+            service.submit(SFT, sft(name, "rows", algorithm_config=LORA), options={"chat_template": template})
+        service.wait_state("harmless", "completed", timeout=120)
+        job = service.wait_state("harmful", "failed", timeout=120)
+        assert [one["reason"] for one in job["resources_allocated"]["attempts"]] == ["invalid_model"]
+        assert UNENDED in str(job)
+
+        def chat(model: str, text: str) -> requests.Response:
+            body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 2}
+            return service.post("/chat/completions", body, prefix="/openai/v1")
+
+        assert chat("ft:harmless", "fine").status_code == 200
+        with ThreadPoolExecutor() as pool:
+            boom = pool.submit(chat, "ft:harmless", "boom")
+            others = [pool.submit(chat, str(tiny_model()), "fine") for _ in range(2)]
+            assert (boom.result().status_code, boom.result().json()["error"]["message"]) == (400, UNENDED)
+            assert {other.result().status_code for other in others} == {200}
+        assert chat(str(tiny_model()), "fine").status_code == 200
+        (run_dir,) = (service.data_dir / "serving").iterdir()
+        assert chat("ft:harmless", "boom").json()["error"]["message"] == UNENDED
+        assert [*(service.data_dir / "serving").iterdir()] == [run_dir], "the template has ended another process"

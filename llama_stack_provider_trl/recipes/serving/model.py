@@ -25,6 +25,7 @@ from ...specs.serving import (
     AnswerBegun,
     AnswerEnd,
     AnswerPart,
+    AnswerReading,
     ChosenToken,
     ServeRequest,
     ServeSpec,
@@ -106,6 +107,7 @@ class ServedModel:
             check_schema(request.json_schema)
         with self._turn:
             check()
+            send(AnswerReading())  # if the process ends now, this is the request that has ended it
             voice = self._voice(request.adapter)
             voice.users += 1
             try:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec, TaskState
+from llama_stack_provider_trl.specs.chat_templates import UNENDED
 from llama_stack_provider_trl.specs.serving import (
     ANSWER,
     LEASE,
@@ -24,6 +25,7 @@ from llama_stack_provider_trl.specs.serving import (
     ServeRequest,
     ServeSpec,
 )
+from llama_stack_provider_trl.system.cpu_timer import ENDED_BY
 from llama_stack_provider_trl.system.files import RunDir, atomic_write, tail
 from llama_stack_provider_trl.system.offload import FairSlots
 
@@ -37,8 +39,8 @@ _LONGEST_PATH = 100
 """Bytes of a socket's path that every system takes."""
 _MOST_TOKENS = 1 << 20
 """Of an answer that a request does not bound: its process bounds it by the positions of the model."""
-_BESIDE_TOKENS = 3
-"""Messages beside one for each token: the first, the last, and text that waited for a character's end."""
+_BESIDE_TOKENS = 4
+"""Messages beside one for each token: the first two, the last, and text that waited for a character's end."""
 _MOST_ANSWER, _MOST_WITH_LOGPROBS = 16 << 20, 128 << 20
 """Bytes. A message takes 60, and with 20 log-probabilities 2,000."""
 
@@ -46,10 +48,12 @@ _MOST_ANSWER, _MOST_WITH_LOGPROBS = 16 << 20, 128 << 20
 class ProcessEnded(Exception):
     """Raised when a process has ended before it had answered a request."""
 
-    def __init__(self, reason: str, *, gave_way: bool, unanswered: bool) -> None:
+    def __init__(self, reason: str, *, gave_way: bool, unanswered: bool, by_template: bool) -> None:
         self.reason, self.gave_way = reason, gave_way
         self.unanswered = unanswered
         """Whether the request had no part of an answer yet: another process may answer it."""
+        self.by_template = by_template
+        """Whether the chat template of this request has ended it."""
         super().__init__(reason)
 
 
@@ -85,7 +89,7 @@ class ServingProcess:
         """Requests that are being answered."""
         self.used_at = time.monotonic()
         self._copying = asyncio.Lock()
-        self._reason, self._gave_way = "", False
+        self._reason, self._gave_way, self._by_template = "", False, False
         self._ends = asyncio.Event()
         self._life = asyncio.create_task(self._live(), name=f"serving {directory.name}")
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -127,7 +131,7 @@ class ServingProcess:
     async def answer(self, request: ServeRequest, adapter: Files | None) -> AsyncGenerator[Answer]:
         """The parts of the answer to a request, as they come, when it is its caller's turn. Raises ProcessEnded;
         InvalidRequest, OSError: the adapter cannot be copied."""
-        begun = False
+        begun = reads = False
         await asyncio.wait([self._ready, self._life], return_when=asyncio.FIRST_COMPLETED)
         async with self._slots.taken():
             if self._ready.done() and not self.has_ended:
@@ -138,12 +142,19 @@ class ServingProcess:
                     request = request.model_copy(update={"adapter": adapter.digest})
                 async with aclosing(self._exchange(request)) as messages:
                     async for message in messages:
+                        if reads := message.kind == "reading":
+                            continue
                         begun = True
                         yield message
                         if message.kind in ("ended", "refused"):
                             return
         await self.ended()
-        raise ProcessEnded(self._reason or "it was idle", gave_way=self._gave_way, unanswered=not begun)
+        raise ProcessEnded(
+            self._reason or "it was idle",
+            gave_way=self._gave_way,
+            unanswered=not begun,
+            by_template=reads and self._by_template,
+        )
 
     async def _exchange(self, request: ServeRequest) -> AsyncGenerator[Answer]:
         """The messages until the process closes the connection."""
@@ -222,6 +233,7 @@ class ServingProcess:
     async def _clean_up(self) -> None:
         seen = await asyncio.to_thread(self._end)
         self._gave_way = seen.detail.startswith(("gave way to ", "waiting for device "))
+        self._by_template = seen.exit_code == -ENDED_BY
         self._reason = self._reason or await asyncio.to_thread(self._reason_of, seen)
         await asyncio.to_thread(shutil.rmtree, self._directory, True)
 
@@ -244,6 +256,8 @@ class ServingProcess:
     def _reason_of(self, seen: Observation) -> str:
         if seen.exit_code == 0:
             return "it was idle"
+        if seen.exit_code == -ENDED_BY:
+            return UNENDED
         return seen.launch_error or seen.detail or f"it ended with {seen.exit_code}: {self._log() or 'no output'}"
 
     def _log(self) -> str:
