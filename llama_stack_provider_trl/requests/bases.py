@@ -16,6 +16,7 @@ from ..errors import InvalidRequest
 from ..specs.bases import MERGED_BASE, BaseJob
 from ..specs.job import JobSpec, LoraSpec
 from ..specs.model_source import AdapterSpec, AdapterUse, ModelSource
+from ..system.model_directory import ModelDirectory
 from .bodies import SupervisedFineTuneRequest
 from .names import JOB_UUID_PATTERN
 from .options import ProviderOptions
@@ -279,17 +280,20 @@ def _adapter_config(name: str, value: str, settings: Settings) -> dict[str, Any]
     path = absolute_path(name, value)
     if not path.is_dir() or not may_be_read(path, settings) or (path / "config.json").is_file():
         return None
-    file = path / _CONFIG
-    if not file.is_file():
+    if not (path / _CONFIG).is_file():
         return None
     try:
-        if file.stat().st_size > _MAX_CONFIG:
+        # A job may have made a link in its checkpoint: to a file that never ends, or to one of the service.
+        with ModelDirectory.at(path).open(_CONFIG) as file:
+            content = file.read(_MAX_CONFIG + 1)
+        if len(content) > _MAX_CONFIG:
             raise ValueError("it is larger than 1 MiB")
-        found = json.loads(file.read_text())
+        found = json.loads(content)
         if not isinstance(found, dict):
             raise ValueError("expected a JSON object")
     except (OSError, ValueError, RecursionError) as error:
-        raise InvalidRequest(name, value, f"its {_CONFIG} cannot be read: {error}") from error
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise InvalidRequest(name, value, f"its {_CONFIG} cannot be read: {why}") from error
     return found
 
 

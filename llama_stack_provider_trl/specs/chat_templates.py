@@ -10,6 +10,14 @@ CHATML = (
 )
 """Turns between `<|im_start|>` and `<|im_end|>`, which the model's vocabulary should have as tokens."""
 NAMED = {"chatml": CHATML}
+RENDER_SECONDS = 10.0
+"""Of CPU time that one text may take. The templates of known models take a millisecond for a usual conversation."""
+UNENDED = (
+    f"a chat template did not end within {RENDER_SECONDS:g} s of CPU time, and its process with it: it computes with "
+    "huge numbers or texts in a single step. Correct the template: that of the model's tokenizer files "
+    "(chat_template.jinja, or chat_template in tokenizer_config.json), or the provider option chat_template"
+)
+"""Why a process has ended by the signal of `system.cpu_timer`."""
 OF_TRL = (
     *("cohere", "cohere2", "deepseek_r1_distill", "deepseekv3", "diffusion_gemma", "gemma", "gemma3"),
     *("gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5", "glm4moe", "gptoss"),

@@ -43,8 +43,6 @@ class ServeSpec(Frozen):
     """Directory of the adapters."""
     idle_seconds: float
     """Seconds without a request after which it ends."""
-    at_once: int
-    """Answers that are computed in turns, token by token; further ones wait."""
     beside: bool = False
     """A training computes on this machine meanwhile: it has the processor, and the memory, first."""
 
@@ -88,6 +86,12 @@ class ChosenToken(TokenLogprob):
     """The most likely ones in its place."""
 
 
+class AnswerReading(Frozen):
+    """The model is this request's now: its adapter is loaded, and its prompt written by the chat template."""
+
+    kind: Literal["reading"] = "reading"
+
+
 class AnswerBegun(Frozen):
     """The prompt was read."""
 
@@ -126,5 +130,5 @@ class AnswerRefused(Frozen):
     """Whether the request is at fault, or the model that it names; else the machine, such as its memory."""
 
 
-Answer = Annotated[AnswerBegun | AnswerPart | AnswerEnd | AnswerRefused, Field(discriminator="kind")]
-ANSWER: TypeAdapter[AnswerBegun | AnswerPart | AnswerEnd | AnswerRefused] = TypeAdapter(Answer)
+Answer = Annotated[AnswerReading | AnswerBegun | AnswerPart | AnswerEnd | AnswerRefused, Field(discriminator="kind")]
+ANSWER: TypeAdapter[AnswerReading | AnswerBegun | AnswerPart | AnswerEnd | AnswerRefused] = TypeAdapter(Answer)

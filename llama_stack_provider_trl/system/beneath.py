@@ -58,6 +58,8 @@ def open_beneath(root: Path, relative: Path) -> int:
     except OSError as error:
         if error.errno == errno.ENXIO:
             raise NotAFile(errno.EINVAL, "it is a socket, not a file", str(relative)) from error
+        if error.errno in (errno.EXDEV, errno.ELOOP):
+            raise OSError(error.errno, "a symbolic link leads out of its directory", str(relative)) from error
         raise
     finally:
         os.close(directory)

@@ -68,6 +68,13 @@ def find_snapshot(
         return None
 
 
+def repository_of(directory: Path) -> Path | None:
+    """The repository whose snapshot a directory is, in any cache; None: it is none."""
+    snapshots, repository = directory.parent, directory.parent.parent
+    is_snapshot = _COMMIT.fullmatch(directory.name) and snapshots.name == "snapshots"
+    return repository if is_snapshot and repository.name.startswith("models--") else None
+
+
 def is_offline(environ: Mapping[str, str]) -> bool:
     """Whether files that the cache lacks are not requested from the hub."""
     return any(environ.get(name, "").upper() in _YES for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .files import open_in
-from .hub_cache import CachedCommit, find_snapshot
+from .hub_cache import CachedCommit, find_snapshot, repository_of
 
 _SUBDIRECTORY = "additional_chat_templates"
 
@@ -25,6 +25,13 @@ class ModelDirectory(NamedTuple):
     @classmethod
     def of(cls, snapshot: CachedCommit) -> ModelDirectory:
         return cls(snapshot.repository, snapshot.inside, snapshot.commit)
+
+    @classmethod
+    def at(cls, path: Path) -> ModelDirectory:
+        """A model in a directory whose path has no symbolic links; the files of a snapshot are links to its repository
+        in the cache."""
+        repository = repository_of(path)
+        return cls(path) if repository is None else cls(repository, str(path.relative_to(repository)))
 
     @property
     def path(self) -> Path:
@@ -49,7 +56,7 @@ def find_model(environ: Mapping[str, str], model: str, revision: str | None = No
     path = Path(model)
     if path.is_absolute():
         try:
-            return ModelDirectory(path) if path.is_dir() and path.resolve() == path else None
+            return ModelDirectory.at(path) if path.is_dir() and path.resolve() == path else None
         except (OSError, RuntimeError):
             return None
     snapshot = find_snapshot(environ, model, revision)

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from llama_stack_provider_trl.errors import JobFailure
+from llama_stack_provider_trl.specs.chat_templates import UNENDED
+from llama_stack_provider_trl.specs.events import Reason
+from llama_stack_provider_trl.system.cpu_timer import ENDED_BY
 from llama_stack_provider_trl.system.files import tail
 from llama_stack_provider_trl.system.process import child_environment
 
@@ -35,6 +38,8 @@ def run_recipe(module: str, spec: str, what: str) -> dict[str, Any]:
                 stderr=subprocess.STDOUT,
                 env=child_environment(os.environ, {}),
             )
+        if done.returncode == -ENDED_BY:
+            raise JobFailure(Reason.invalid_model, UNENDED)
         if not result.exists():
             lines = " ".join(tail(log, 3).split())
             raise JobFailure("no_result", f"the {what} ended with {done.returncode}: {lines}")

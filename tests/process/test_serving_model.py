@@ -18,7 +18,14 @@ from llama_stack_provider_trl.recipes.model.loading import linear_modules
 from llama_stack_provider_trl.recipes.serving import model as serving_model
 from llama_stack_provider_trl.recipes.serving.model import ServedModel
 from llama_stack_provider_trl.specs.model_source import ModelSource
-from llama_stack_provider_trl.specs.serving import AnswerBegun, AnswerEnd, AnswerPart, ServeRequest, ServeSpec
+from llama_stack_provider_trl.specs.serving import (
+    AnswerBegun,
+    AnswerEnd,
+    AnswerPart,
+    AnswerReading,
+    ServeRequest,
+    ServeSpec,
+)
 from tests.process.stored_models import ARCHITECTURES, whole
 from tests.required import in_full
 from tests.tiny import CHATML, tiny_model
@@ -37,7 +44,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def serve(model: Path, adapters: Path) -> ServedModel:
     torch.set_num_threads(1)
-    spec = ServeSpec(source=ModelSource(model=str(model)), device="cpu", adapters=adapters, idle_seconds=1.0, at_once=3)
+    spec = ServeSpec(source=ModelSource(model=str(model)), device="cpu", adapters=adapters, idle_seconds=1.0)
     return ServedModel(spec)
 
 
@@ -152,7 +159,7 @@ def test_a_damaged_adapter_is_refused_and_one_of_another_kind_takes_the_place_of
     begun: list[Any] = []
 
     def meanwhile(message: Any) -> None:
-        if not begun:
+        if not begun and isinstance(message, AnswerBegun):
             begun.append(message)
             with pytest.raises(JobFailure, match="an adapter of another kind is answering"):
                 ask(served, TEXTS[0], "factors")
@@ -175,8 +182,9 @@ def test_a_thought_that_the_chat_template_opens_is_reported(tmp_path: Path) -> N
         messages: list[Any] = []
         request = ServeRequest(messages=[{"role": "user", "content": "One"}], max_tokens=1, seed="1")
         serve(model, tmp_path).answer(request, messages.append, lambda: None)
-        assert isinstance(messages[0], AnswerBegun)
-        opened.append(messages[0].opens_thought)
+        assert isinstance(messages[0], AnswerReading)
+        assert isinstance(messages[1], AnswerBegun)
+        opened.append(messages[1].opens_thought)
     assert opened == [False, True, False]
 
 
@@ -194,4 +202,4 @@ def test_tools_are_written_by_the_chat_template_of_the_model(tmp_path: Path) -> 
         messages: list[Any] = []
         request = ServeRequest(messages=[{**turn, **({"tools": given} if given else {})}], max_tokens=1, seed="1")
         served.answer(request, messages.append, lambda: None)
-        assert (messages[0].prompt_tokens, messages[0].has_call_tags) == (len(ids), True)
+        assert (messages[1].prompt_tokens, messages[1].has_call_tags) == (len(ids), True)

@@ -113,24 +113,6 @@ def test_turns_are_given_in_the_order_in_which_they_were_asked_for() -> None:
     assert order == list(range(8))
 
 
-def test_so_many_have_a_turn_at_a_time_as_there_are() -> None:
-    turns, inside, most = Turns(3), [], []
-
-    def work() -> None:
-        with turns:
-            inside.append(1)
-            most.append(len(inside))
-            time.sleep(0.01)
-            inside.pop()
-
-    threads = [threading.Thread(target=work) for _ in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert max(most) == 3
-
-
 @pytest.mark.parametrize("make", [tiny_tokenizer, with_byte_tokens])
 def test_the_bytes_of_all_tokens_are_those_of_the_text(make: Callable[[], PreTrainedTokenizerFast]) -> None:
     """One whose tokens are bytes, and one with characters and tokens for single bytes, as SentencePiece has them."""

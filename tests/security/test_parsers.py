@@ -140,6 +140,68 @@ LIBRARIES = {
 """Who imports libraries of formats that can take much more memory, or time, than their files."""
 
 
+BENEATH = "opens beneath a directory, without links out of it (`ModelDirectory`)"
+CREATED = "a file that the service creates, in a directory of its own, and follows no link to"
+OWN_FILE = "a file of the service's own, in a directory that no job writes"
+OPERATOR = "a file that the operator has named"
+PACKAGED = "a file of the installed package"
+ROW_FILE = "rows that the service has stored"
+FILES = {
+    "jobs.inputs.exported_models._read": BENEATH,
+    "jobs.inputs.resume_from._link": "creates a file; its source is opened by `open_regular`",
+    "jobs.inputs.row_parts.split_parts.stored": ROW_FILE,
+    "jobs.inputs.row_parts.stored_shard": ROW_FILE,
+    "jobs.inputs.task_files._read": "below harness_roots, where no job writes; no FIFO is awaited",
+    "jobs.inputs.vocabularies._content": BENEATH,
+    "jobs.store.database.Database._create": OWN_FILE,
+    "jobs.store.database._sql": PACKAGED,
+    "jobs.store.related.cancels.CancelOrders._slots": OWN_FILE,
+    "jobs.store.related.cancels.CancelOrders.pending": OWN_FILE,
+    "jobs.store.related.cancels.CancelOrders.prepare": OWN_FILE,
+    "jobs.supervision.housekeeping._registered": OWN_FILE,
+    "remote.service.cluster.launcher.ClusterLauncher.start": "a specification, before its task starts",
+    "remote.service.cluster.logs._difference": OWN_FILE,
+    "remote.service.cluster.logs._opened": OWN_FILE,
+    "remote.service.cluster.models.ServedModels._with_digests": BENEATH,
+    "remote.service.cluster.models.ServedModels.open": BENEATH,
+    "remote.service.cluster.node_answers._opened": "follows no link (O_NOFOLLOW), awaits no FIFO",
+    "remote.service.cluster.uploads._announce": CREATED,
+    "remote.service.cluster.uploads._opened": "below a directory's descriptor, without links",
+    "remote.service.config_file.provider_block": OPERATOR,
+    "remote.service.configured_pools._node_plan": OPERATOR,
+    "remote.service.context.Service.start": "begins the audit log",
+    "remote.service.datasets.blobs.Blobs._arriving": CREATED,
+    "remote.service.datasets.blobs.Blobs.keep": OWN_FILE,
+    "remote.service.datasets.blobs.Blobs.receive_file": OWN_FILE,
+    "remote.service.datasets.blobs._count_lines": ROW_FILE,
+    "remote.service.datasets.hub._refuse_foreign_files": PROGRAM,
+    "remote.service.datasets.hub._skeleton": PROGRAM,
+    "remote.service.datasets.hub._split_rows": PROGRAM,
+    "remote.service.datasets.overviews.Overviews._line": ROW_FILE,
+    "remote.service.datasets.part_uploads.PartUploads._arriving": CREATED,
+    "remote.service.datasets.reader.convert": PROGRAM,
+    "remote.service.datasets.registration.Registration._spooled": CREATED,
+    "remote.service.datasets.registration._read": PROGRAM,
+    "remote.service.pages.assets.assets": PACKAGED,
+    "remote.service.pages.assets.style_ids": PACKAGED,
+    "remote.service.pages.login.log_in": "a session, and no file",
+    "remote.service.routes.agents.model_file": BENEATH,
+    "remote.service.security.audit.AuditLog._begin_file": OWN_FILE,
+    "remote.service.security.audit.AuditLog._force_directory": OWN_FILE,
+    "remote.service.security.audit.AuditLog._lines": OWN_FILE,
+    "remote.service.security.audit.AuditLog.open": OWN_FILE,
+    "remote.service.security.audit._last_whole": OWN_FILE,
+    "remote.service.serving.process.ServingProcess._connect": "a directory that the service has created",
+    "remote.service.serving.served._opened": BENEATH,
+    "remote.service.serving.served.copy_adapter": CREATED,
+    "remote.service.space._count_weights": BENEATH,
+    "requests.bases._adapter_config": BENEATH,
+}
+"""Who opens a file otherwise than by `open_in`, `open_regular` and `read_regular`, and why a job cannot have put a link
+or a FIFO there: the service would follow it, with what only the service may read."""
+OPENERS = {"open", "read_text", "read_bytes", "copyfile", "copy2", "copytree", "copyfileobj"}
+
+
 def serving() -> Iterator[tuple[str, Path]]:
     for name, path in modules().items():
         home = package_of(name)
@@ -188,6 +250,17 @@ def json_is_parsed_in() -> set[str]:
     }
 
 
+def files_are_opened_in() -> set[str]:
+    return {
+        _at(module, inside)
+        for module, path in serving()
+        if not module.startswith(("specs.", "stack."))
+        for inside, node in named_in(path)
+        if (isinstance(node, ast.Name) and node.id == "open")
+        or (isinstance(node, ast.Attribute) and node.attr in OPENERS)
+    }
+
+
 def _is_json(value: ast.AST) -> bool:
     return isinstance(value, ast.Name) and value.id in ("json", "orjson", "ujson", "pickle", "yaml")
 
@@ -228,6 +301,10 @@ def test_chat_templates_are_rendered_within_limits_only() -> None:
     assert found == {"recipes.data.templates"}
 
 
+def test_files_that_a_job_may_have_made_are_opened_without_following_its_links() -> None:
+    assert files_are_opened_in() == {*FILES}, "open it by open_in, open_regular or read_regular, or list it in FILES"
+
+
 def test_functions_that_read_rows_are_given_to_a_call_and_not_called() -> None:
     """A function that is listed as limited is an argument of `Limited.call` or of another one that passes it on."""
     limited = {name for name, why in ROWS.items() if why == LIMITED and ".custom." not in name}
@@ -241,10 +318,13 @@ def test_functions_that_read_rows_are_given_to_a_call_and_not_called() -> None:
     assert not called & limited
 
 
-@pytest.mark.parametrize("text", ["rows = read_ndjson(file)", "import pyarrow", "value = json.loads(line)"])
+@pytest.mark.parametrize(
+    "text",
+    ["rows = read_ndjson(file)", "import pyarrow", "value = json.loads(line)", "shutil.copyfile(file, line)"],
+)
 def test_a_new_reader_fails(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "new.py"
     path.write_text(f"def read(file, line):\n    {text}\n")
     monkeypatch.setattr(f"{__name__}.serving", lambda: iter([("jobs.new", path)]))
-    found = {*rows_are_read_in(), *json_is_parsed_in(), *format_libraries()}
+    found = {*rows_are_read_in(), *json_is_parsed_in(), *format_libraries(), *files_are_opened_in()}
     assert found & {"jobs.new", "jobs.new.read"}, PACKAGE

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,10 +17,14 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from llama_stack_provider_trl.errors import JobFailure
+from llama_stack_provider_trl.launch.base import Observation, TaskState
 from llama_stack_provider_trl.recipes.data import templates
 from llama_stack_provider_trl.recipes.data.templates import limit, rendered
-from llama_stack_provider_trl.specs.events import Failed, Reason
+from llama_stack_provider_trl.specs.events import Failed, Preflighted, Reason
 from llama_stack_provider_trl.specs.rows import Message
+from llama_stack_provider_trl.system.cpu_timer import ENDED_BY
+from llama_stack_provider_trl_remote.cli.recipe_process import run_recipe
+from llama_stack_provider_trl_remote.service.views.preflights import _result
 from tests.contract.payloads import QUESTIONS
 from tests.tiny import tiny_model
 from tests.training import job_spec, of_kind, run
@@ -50,6 +56,24 @@ REFUSED = {
     ),
 }
 
+UNBROKEN = {
+    "a constant": "{{ 1.5 | round(1000000000, 'floor') }}",
+    "a constant that is not written": "{% if false %}{{ 1.5 | round(1000000000, 'floor') }}{% endif %}",
+    "a number from the messages": "{{ 1.5 | round(1000000000 * (messages | length), 'floor') }}",
+}
+"""Templates that call C code which gives no other thread the interpreter's lock."""
+_RENDERING = """
+import sys, threading
+from transformers import AutoTokenizer
+from llama_stack_provider_trl.recipes.data import templates
+templates.SECONDS = templates._UNTIL_THE_KERNEL = 0.5
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+tokenizer.chat_template = sys.argv[2]
+thread = threading.Thread(target=templates.rendered, args=(tokenizer, [{"role": "user", "content": "a"}]))
+thread.start()
+thread.join()
+"""
+
 
 @pytest.fixture
 def tokenizer(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -69,6 +93,24 @@ def test_a_template_that_does_not_end_is_ended_and_named(tokenizer: Any, name: s
         rendered(tokenizer, TURNS)
     assert caught.value.reason == Reason.invalid_model
     assert nothing_stays(before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a timer of a thread's CPU time ends it")
+@pytest.mark.parametrize("name", UNBROKEN)
+def test_a_template_that_no_exception_ends_is_ended_with_its_process(name: str) -> None:
+    command = [sys.executable, "-c", _RENDERING, str(tiny_model()), UNBROKEN[name]]
+    assert subprocess.run(command, timeout=120, check=False).returncode == -ENDED_BY
+
+
+def test_what_started_that_process_reports_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unused: Any = None
+    with pytest.raises(JobFailure, match="a chat template did not end") as preflight:
+        _result(tmp_path, Observation(TaskState.exited, exit_code=-ENDED_BY), unused, Preflighted)
+    ended = subprocess.CompletedProcess([], -ENDED_BY)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
+    with pytest.raises(JobFailure, match="a chat template did not end") as command:
+        run_recipe("recipe", "{}", "evaluation")
+    assert {preflight.value.reason, command.value.reason} == {Reason.invalid_model}
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -123,7 +165,8 @@ def test_a_thread_that_is_not_the_main_one_is_watched_too(tokenizer: Any) -> Non
     assert "more than 0.5 s of CPU time" in found[0]
 
 
-def test_what_follows_a_text_is_not_ended_in_its_place(tokenizer: Any) -> None:
+def test_what_follows_a_text_is_not_ended_in_its_place(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "_UNTIL_THE_KERNEL", 0.5)
     rendered(tokenizer, TURNS)
     end = time.thread_time() + 1.5
     while time.thread_time() < end:  # longer than the limit

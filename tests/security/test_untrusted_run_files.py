@@ -20,6 +20,8 @@ from llama_stack_provider_trl.launch.base import TaskState
 from llama_stack_provider_trl.launch.local import _lives, _seconds_since_first
 from llama_stack_provider_trl.launch.ports import given_port
 from llama_stack_provider_trl.launch.runner import Runner, RunnerStatus, _EventFile
+from llama_stack_provider_trl.requests.bases import resolve_served
+from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.events import CheckpointDamaged, CheckpointSaved, Prepared, Started, read_events
 from llama_stack_provider_trl.specs.job import ResumeFrom
 from llama_stack_provider_trl.system.beneath import NotAFile
@@ -28,6 +30,8 @@ from llama_stack_provider_trl.system.process import myself
 from llama_stack_provider_trl_remote.nodes.outbox import first_failed
 from llama_stack_provider_trl_remote.nodes.uploader import _part
 from llama_stack_provider_trl_remote.service.http.errors import NotFound
+from llama_stack_provider_trl_remote.service.serving.served import Files, copy_adapter
+from llama_stack_provider_trl_remote.service.space import Space
 from llama_stack_provider_trl_remote.service.views.checkpoints import Digests, find_file, list_files
 from llama_stack_provider_trl_remote.service.views.events import _read
 from tests.fakes import FakeLauncher, job_spec
@@ -260,3 +264,60 @@ def test_what_a_manifest_names_is_opened_below_the_checkpoint_only(tmp_path: Pat
 def test_a_process_without_the_tasks_marks_is_not_its_runner(tmp_path: Path) -> None:
     status = RunnerStatus("a-1", myself(), TaskState.running)
     assert not _lives(status, {"TRL_TASK_ID": "a-1", "TRL_RUN_DIR": str(tmp_path)})
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "adapter_model.safetensors", "additional_chat_templates"])
+def test_no_file_elsewhere_is_copied_as_one_of_an_adapter(tmp_path: Path, name: str) -> None:
+    adapter = adapter_of(tmp_path)
+    secrets = tmp_path / "secrets"
+    secrets.mkdir()
+    (secrets / "settings.jinja").write_text("admin token")
+    (adapter / name).unlink(missing_ok=True)
+    (adapter / name).symlink_to(secrets if name == "additional_chat_templates" else secrets / "settings.jinja")
+    with pytest.raises(InvalidRequest, match="a symbolic link leads out of its directory"):
+        copy_adapter(Files.of(adapter), tmp_path / "served" / "adapters" / "one", Space(0))
+    assert list((tmp_path / "served").glob("adapters/*")) == []
+
+
+def test_the_files_of_an_adapter_are_copied(tmp_path: Path) -> None:
+    adapter, copy = adapter_of(tmp_path), tmp_path / "adapters" / "one"
+    copy.parent.mkdir()
+    (adapter / "optimizer.safetensors").write_bytes(b"state")
+    copy_adapter(Files.of(adapter), copy, Space(0))
+    assert sorted(path.name for path in copy.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert (copy / "adapter_model.safetensors").read_bytes() == b"weights"
+
+
+def test_an_adapter_in_a_snapshot_of_a_cache_is_read_through_its_links(tmp_path: Path) -> None:
+    repository = tmp_path / "models--org--lora"
+    snapshot, blobs = repository / "snapshots" / ("0" * 40), repository / "blobs"
+    snapshot.mkdir(parents=True)
+    adapter_of(tmp_path).rename(blobs)
+    for blob in blobs.iterdir():
+        (snapshot / blob.name).symlink_to(f"../../blobs/{blob.name}")
+    base = resolve_served("model", str(snapshot), Settings(data_dir=tmp_path / "data", devices=("cpu",)))
+    assert base.adapter is not None
+    copy_adapter(Files.of(snapshot), tmp_path / "one", Space(0))
+    assert not (tmp_path / "one" / "adapter_model.safetensors").is_symlink()
+
+
+@pytest.mark.parametrize("target", ["/proc/kmsg", "other.json"])
+def test_no_other_file_is_read_as_the_configuration_of_an_adapter(tmp_path: Path, target: str) -> None:
+    """/proc/kmsg is a regular file of no bytes whose reader waits for as long as the kernel reports nothing."""
+    adapter = adapter_of(tmp_path)
+    (tmp_path / "other.json").write_text(json.dumps({"peft_type": "a secret of another file"}))
+    (adapter / "adapter_config.json").unlink()
+    (adapter / "adapter_config.json").symlink_to(tmp_path / target)
+    if not (adapter / "adapter_config.json").is_file():
+        pytest.skip(f"this machine has no {target}")
+    with pytest.raises(InvalidRequest, match=r"adapter_config\.json cannot be read: a symbolic link leads out"):
+        resolve_served("model", str(adapter), Settings(data_dir=tmp_path / "data", devices=("cpu",)))
+
+
+def adapter_of(root: Path) -> Path:
+    adapter = root / "adapter"
+    adapter.mkdir()
+    config = {"peft_type": "LORA", "base_model_name_or_path": "org/base", "r": 4, "lora_alpha": 8}
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "target_modules": ["q_proj"]}))
+    (adapter / "adapter_model.safetensors").write_bytes(b"weights")
+    return adapter

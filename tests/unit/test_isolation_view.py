@@ -111,7 +111,7 @@ def test_a_task_that_serves_sees_its_base_model_and_no_result_of_another_job(dat
     for directory in (run_dir, adapters):
         directory.mkdir(parents=True)
     source = ModelSource(model=str(data / "checkpoints/whole/final"))
-    spec = ServeSpec(source=source, device="cpu", adapters=adapters, idle_seconds=1.0, at_once=1)
+    spec = ServeSpec(source=source, device="cpu", adapters=adapters, idle_seconds=1.0)
     RunDir(run_dir).spec.write_text(spec.model_dump_json())
     found = Isolation("root", "", (data,)).view(TaskSpec("serving-one", run_dir, ("cpu",), serves=True), {})
     assert found is not None

@@ -7,6 +7,7 @@ from llama_stack_provider_trl.jobs.store.records import Outcome
 from llama_stack_provider_trl.jobs.supervision.verdict import Verdict, verdict
 from llama_stack_provider_trl.launch.base import Observation, TaskState
 from llama_stack_provider_trl.specs.events import Failed, Reason
+from llama_stack_provider_trl.system.cpu_timer import ENDED_BY
 
 NOTHING = Outcome(offset=0, finished=False, failed=None)
 FINISHED = Outcome(offset=9, finished=True, failed=None)
@@ -64,6 +65,12 @@ def test_a_kill_names_the_signal_and_its_likely_cause() -> None:
     crashed = verdict(JobState.in_progress, NOTHING, ended(-11), "")
     assert "SIGSEGV" in crashed.message
     assert "out-of-memory" not in crashed.message
+
+
+def test_a_chat_template_that_the_kernel_has_ended_is_the_models_fault_and_not_tried_again() -> None:
+    found = verdict(JobState.in_progress, NOTHING, ended(-ENDED_BY), "")
+    assert found.reason is Reason.invalid_model
+    assert "a chat template did not end within 10 s of CPU time" in found.message
 
 
 def test_an_end_without_an_exit_status_is_a_lost_node() -> None:

@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 from ...errors import InvalidRequest, InvalidRows, JobConflict, JobFailure
 from ...launch.base import Ended, Observation
+from ...specs.chat_templates import UNENDED
 from ...specs.events import Failed, Reason
 from ...specs.job import JobSpec
 from ...specs.search import rung_steps
+from ...system.cpu_timer import ENDED_BY
 from ..decisions.states import REASONS, JobState
 from ..store.records import AttemptRecord, JobRecord, Outcome
 
@@ -145,6 +147,8 @@ def _unexplained(seen: Observation) -> tuple[Reason, str]:
         return Reason.no_result, f"{who} exited with 0 but never reported a result."
     if seen.exit_code > 0:
         return Reason.rank_failed, f"{who} exited with {seen.exit_code} and no explanation."
+    if seen.exit_code == -ENDED_BY:
+        return Reason.invalid_model, f"{who} was ended: {UNENDED}."
     message = f"{who} was killed by {_signal_name(-seen.exit_code)}."
     if seen.exit_code == -signal.SIGKILL:
         message += (

@@ -15,7 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...errors import JobFailure
+from ...specs.chat_templates import UNENDED
+from ...specs.events import Reason
 from ...specs.job import DatasetRef, JobSpec
+from ...system.cpu_timer import ENDED_BY
 from ...system.process import available_memory, usable_cpus
 from .cache import Add, Shards, TokenCache
 from .counts import Counts, add_counts, counts_of
@@ -140,6 +144,10 @@ def _write_all(rows: ShardedRows, left: Sequence[tuple[int, RowRange]], shown: C
                 assert worker.shard is not None
                 number, _ = shard = worker.shard
                 match worker.receive():
+                    case Lost(status) if status == -ENDED_BY:  # it would end the others, too
+                        workers.remove(worker)
+                        worker.end()
+                        failed[number] = JobFailure(Reason.invalid_model, UNENDED)
                     case Lost() as lost:
                         log.warning("a process that tokenizes rows has ended (%s): others do its part", lost.status)
                         workers.remove(worker)

@@ -2,8 +2,10 @@
 
 transformers renders in a sandbox that reaches no files and no attributes, and bounds neither time nor memory: loops in
 loops end after years, and a text that is doubled 40 times has a terabyte. A thread watches the CPU time of the one that
-renders, and raises an exception in it; Linux limits what the process may allocate meanwhile. Large whole numbers are
-refused, since Python computes them without a break for other threads. All of that takes 15 us for each text.
+renders, and raises an exception in it; Linux limits what the process may allocate meanwhile. A single call of C code,
+such as an operation on numbers of a million digits, gives no other thread a chance: where the exception has no effect,
+a timer of the kernel ends the process, whose end `specs.chat_templates.UNENDED` explains. Powers and products of large
+numbers are refused before, which lets the process live. All of that takes 20 us for each text.
 """
 
 from __future__ import annotations
@@ -23,15 +25,18 @@ from jinja2 import TemplateError
 from jinja2.sandbox import SandboxedEnvironment
 
 from ...errors import JobFailure
+from ...specs.chat_templates import RENDER_SECONDS
 from ...specs.events import Reason
 from ...specs.rows import Message
+from ...system.cpu_timer import CpuTimer
 from ...system.process import allocated_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SECONDS = 10.0
-"""Of CPU time that one text may take. The templates of known models take a millisecond for a usual conversation."""
+SECONDS = RENDER_SECONDS
+_UNTIL_THE_KERNEL = 2.0
+"""Seconds of CPU time within which the watch, which needs the interpreter's lock, has ended what it can."""
 MEMORY = 1 << 30
 """Bytes that the process may allocate meanwhile."""
 MOST_TEXT = 64 << 20
@@ -176,6 +181,7 @@ class _Limits:
     def __init__(self, characters: int) -> None:
         self._seconds = SECONDS + characters * _SECONDS_PER_CHARACTER
         self._memory = MEMORY + characters * _BYTES_PER_CHARACTER
+        self._timer: CpuTimer | None = None
 
     def __enter__(self) -> None:
         self._before: tuple[int, int] | None = None
@@ -186,8 +192,15 @@ class _Limits:
             soft, most = self._before
             size = _allocated() + self._memory
             resource.setrlimit(resource.RLIMIT_DATA, (size if soft < 0 else min(size, soft), most))
+        try:
+            self._timer = CpuTimer(self._seconds + _UNTIL_THE_KERNEL)
+        except OSError:
+            self.__exit__()
+            raise
 
     def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         if self._before is not None:
             resource.setrlimit(resource.RLIMIT_DATA, self._before)
         _watch.remove(self._thread)

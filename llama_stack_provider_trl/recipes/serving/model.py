@@ -25,6 +25,7 @@ from ...specs.serving import (
     AnswerBegun,
     AnswerEnd,
     AnswerPart,
+    AnswerReading,
     ChosenToken,
     ServeRequest,
     ServeSpec,
@@ -93,7 +94,7 @@ class ServedModel:
         self._peft: PeftModel | None = None
         self._active: str | None = None
         self._loaded = 0
-        self._admitted, self._turn = Turns(spec.at_once), Turns()
+        self._turn = Turns()
 
     def answer(self, request: ServeRequest, send: Callable[[Answer], None], check: Callable[[], None]) -> None:
         """Answer a request. Raises JobFailure: the request, or its adapter, cannot be used. Others can.
@@ -102,20 +103,17 @@ class ServedModel:
             send: gets the parts of the answer; may take its time, while others have the model.
             check: called before each token; raises where the answer is no longer wanted.
         """
-        with self._admitted:
+        if request.json_schema is not None:
+            check_schema(request.json_schema)
+        with self._turn:
             check()
-            if request.json_schema is not None:
-                check_schema(request.json_schema)
-            self._turn.take()
+            send(AnswerReading())  # if the process ends now, this is the request that has ended it
+            voice = self._voice(request.adapter)
+            voice.users += 1
             try:
-                voice = self._voice(request.adapter)
-                voice.users += 1
-                try:
-                    self._answer(voice, request, send, check)
-                finally:
-                    voice.users -= 1
+                self._answer(voice, request, send, check)
             finally:
-                self._turn.give()
+                voice.users -= 1
 
     def _answer(
         self, voice: _Voice, request: ServeRequest, send: Callable[[Answer], None], check: Callable[[], None]

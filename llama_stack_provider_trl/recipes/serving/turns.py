@@ -7,21 +7,21 @@ from collections import deque
 
 
 class Turns:
-    """A lock for `count` threads at a time, first come, first served. A thread that gives its turn away and takes the
-    next one comes after all that waited before: so answers advance token by token in turn.
+    """A lock, first come, first served. A thread that gives its turn away and takes the next one comes after all that
+    waited before: so answers advance token by token in turn.
 
-    A context manager, which holds a turn.
+    A context manager, which holds the turn.
     """
 
-    def __init__(self, count: int = 1) -> None:
+    def __init__(self) -> None:
         self._guard = threading.Lock()
-        self._free = count
+        self._free = True
         self._waiting: deque[threading.Lock] = deque()
 
     def take(self) -> None:
         with self._guard:
             if self._free:
-                self._free -= 1
+                self._free = False
                 return
             gate = threading.Lock()
             gate.acquire()
@@ -33,7 +33,7 @@ class Turns:
             if self._waiting:
                 self._waiting.popleft().release()
             else:
-                self._free += 1
+                self._free = True
 
     def __enter__(self) -> None:
         self.take()

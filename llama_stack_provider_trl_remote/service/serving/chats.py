@@ -41,6 +41,8 @@ _ANY_OBJECT = '{"type": "object"}'
 """The schema of `response_format` json_object."""
 _COMPLETION_TOKENS = 16
 """As OpenAI's API has it."""
+_QUEUED = 64
+"""Messages of several answers to a request that may wait for its reader."""
 _BASE = "base"
 """The owner of models that were not made here."""
 _MOST_MODELS = 1000
@@ -104,8 +106,7 @@ class Chats:
     ) -> AsyncIterator[AsyncGenerator[tuple[int, Answer]]]:
         """The parts of the answers to some requests, each with the number of its request, as they come.
 
-        Several are read beside each other: each waits in the process for others only, and never for its reader, which
-        would be waiting for one that has no turn yet.
+        Several are read beside each other, into one queue: none waits for one that has no turn yet.
         """
         if len(requests) == 1:
             async with (
@@ -114,16 +115,16 @@ class Chats:
             ):
                 yield one
             return
-        queue: asyncio.Queue[tuple[int, Answer | Exception | None]] = asyncio.Queue()
+        queue: asyncio.Queue[tuple[int, Answer | Exception | None]] = asyncio.Queue(_QUEUED)
 
         async def read(number: int, request: ServeRequest) -> None:
             try:
                 async with aclosing(self._serving.answer(served, request)) as messages:
                     async for message in messages:
-                        queue.put_nowait((number, message))
-                queue.put_nowait((number, None))
+                        await queue.put((number, message))
+                await queue.put((number, None))
             except Exception as error:
-                queue.put_nowait((number, error))
+                await queue.put((number, error))
 
         tasks = [asyncio.create_task(read(number, request)) for number, request in enumerate(requests)]
         try:

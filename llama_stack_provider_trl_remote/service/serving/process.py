@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec, TaskState
+from llama_stack_provider_trl.specs.chat_templates import UNENDED
 from llama_stack_provider_trl.specs.serving import (
     ANSWER,
     LEASE,
@@ -20,10 +21,13 @@ from llama_stack_provider_trl.specs.serving import (
     RUN,
     SOCKET,
     Answer,
+    AnswerPart,
     ServeRequest,
     ServeSpec,
 )
+from llama_stack_provider_trl.system.cpu_timer import ENDED_BY
 from llama_stack_provider_trl.system.files import RunDir, atomic_write, tail
+from llama_stack_provider_trl.system.offload import FairSlots
 
 from ..space import Space
 from .served import Files, copy_adapter
@@ -33,15 +37,23 @@ _ENDING_SECONDS = 10.0
 """Seconds within which a process and its runner end; both are killed long before."""
 _LONGEST_PATH = 100
 """Bytes of a socket's path that every system takes."""
+_MOST_TOKENS = 1 << 20
+"""Of an answer that a request does not bound: its process bounds it by the positions of the model."""
+_BESIDE_TOKENS = 4
+"""Messages beside one for each token: the first two, the last, and text that waited for a character's end."""
+_MOST_ANSWER, _MOST_WITH_LOGPROBS = 16 << 20, 128 << 20
+"""Bytes. A message takes 60, and with 20 log-probabilities 2,000."""
 
 
 class ProcessEnded(Exception):
     """Raised when a process has ended before it had answered a request."""
 
-    def __init__(self, reason: str, *, gave_way: bool, unanswered: bool) -> None:
+    def __init__(self, reason: str, *, gave_way: bool, unanswered: bool, by_template: bool) -> None:
         self.reason, self.gave_way = reason, gave_way
         self.unanswered = unanswered
         """Whether the request had no part of an answer yet: another process may answer it."""
+        self.by_template = by_template
+        """Whether the chat template of this request has ended it."""
         super().__init__(reason)
 
 
@@ -51,6 +63,7 @@ class ServingProcess:
     Args:
         directory: a new one, for its run directory and its adapters, which is removed at the end.
         device: that it shares, such as `cpu` or `cuda:0`.
+        slots: of requests that it answers at a time, token by token in turns; further ones wait here.
         python: interpreter that runs it; None: the launcher's own.
     """
 
@@ -61,8 +74,10 @@ class ServingProcess:
         spec: ServeSpec,
         device: str,
         space: Space,
+        slots: FairSlots,
         python: str | None = None,
     ) -> None:
+        self._slots = slots
         self._launcher, self._directory, self._spec, self._space = launcher, directory, spec, space
         self.device = device
         self.task = TaskSpec(
@@ -74,7 +89,7 @@ class ServingProcess:
         """Requests that are being answered."""
         self.used_at = time.monotonic()
         self._copying = asyncio.Lock()
-        self._reason, self._gave_way = "", False
+        self._reason, self._gave_way, self._by_template = "", False, False
         self._ends = asyncio.Event()
         self._life = asyncio.create_task(self._live(), name=f"serving {directory.name}")
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -114,23 +129,32 @@ class ServingProcess:
             self.used_at = time.monotonic()
 
     async def answer(self, request: ServeRequest, adapter: Files | None) -> AsyncGenerator[Answer]:
-        """The parts of the answer to a request, as they come. Raises ProcessEnded; OSError: the adapter cannot be
-        copied."""
-        begun = False
+        """The parts of the answer to a request, as they come, when it is its caller's turn. Raises ProcessEnded;
+        InvalidRequest, OSError: the adapter cannot be copied."""
+        begun = reads = False
         await asyncio.wait([self._ready, self._life], return_when=asyncio.FIRST_COMPLETED)
-        if self._ready.done() and not self.has_ended:
-            if adapter is not None:
-                async with self._copying:
-                    await asyncio.to_thread(copy_adapter, adapter, self._spec.adapters / adapter.digest, self._space)
-                request = request.model_copy(update={"adapter": adapter.digest})
-            async with aclosing(self._exchange(request)) as messages:
-                async for message in messages:
-                    begun = True
-                    yield message
-                    if message.kind in ("ended", "refused"):
-                        return
+        async with self._slots.taken():
+            if self._ready.done() and not self.has_ended:
+                if adapter is not None:
+                    async with self._copying:
+                        copy = self._spec.adapters / adapter.digest
+                        await asyncio.to_thread(copy_adapter, adapter, copy, self._space)
+                    request = request.model_copy(update={"adapter": adapter.digest})
+                async with aclosing(self._exchange(request)) as messages:
+                    async for message in messages:
+                        if reads := message.kind == "reading":
+                            continue
+                        begun = True
+                        yield message
+                        if message.kind in ("ended", "refused"):
+                            return
         await self.ended()
-        raise ProcessEnded(self._reason or "it was idle", gave_way=self._gave_way, unanswered=not begun)
+        raise ProcessEnded(
+            self._reason or "it was idle",
+            gave_way=self._gave_way,
+            unanswered=not begun,
+            by_template=reads and self._by_template,
+        )
 
     async def _exchange(self, request: ServeRequest) -> AsyncGenerator[Answer]:
         """The messages until the process closes the connection."""
@@ -139,13 +163,14 @@ class ServingProcess:
             reader, writer = await self._connect()
         except OSError:
             return
+        bounds = _Bounds(request)
         try:
             writer.write(sent)
             while line := await reader.readline():
-                yield ANSWER.validate_json(line)
+                yield bounds.checked(line)
         except OSError:
             return
-        except ValueError as error:  # no message, or a line that is too long
+        except ValueError as error:  # no message, a line that is too long, or more than an answer has
             self.end(f"it sent an answer that cannot be read: {str(error)[:200]}")
         finally:
             writer.close()
@@ -208,6 +233,7 @@ class ServingProcess:
     async def _clean_up(self) -> None:
         seen = await asyncio.to_thread(self._end)
         self._gave_way = seen.detail.startswith(("gave way to ", "waiting for device "))
+        self._by_template = seen.exit_code == -ENDED_BY
         self._reason = self._reason or await asyncio.to_thread(self._reason_of, seen)
         await asyncio.to_thread(shutil.rmtree, self._directory, True)
 
@@ -230,10 +256,35 @@ class ServingProcess:
     def _reason_of(self, seen: Observation) -> str:
         if seen.exit_code == 0:
             return "it was idle"
+        if seen.exit_code == -ENDED_BY:
+            return UNENDED
         return seen.launch_error or seen.detail or f"it ended with {seen.exit_code}: {self._log() or 'no output'}"
 
     def _log(self) -> str:
         return tail(RunDir(self.task.run_dir).log, 1)
+
+
+class _Bounds:
+    """What the answer to a request has at most: a model may have code of its own, which sends what it likes. Within
+    them an answer takes the memory of an honest one with long texts."""
+
+    def __init__(self, request: ServeRequest) -> None:
+        self._logprobs = request.logprobs
+        self._messages = (request.max_tokens or _MOST_TOKENS) + _BESIDE_TOKENS
+        self._bytes = _MOST_ANSWER if request.logprobs is None else _MOST_WITH_LOGPROBS
+
+    def checked(self, line: bytes) -> Answer:
+        """The next message. Raises ValueError: it is none, or one too many."""
+        self._messages -= 1
+        self._bytes -= len(line)
+        if self._messages < 0 or self._bytes < 0:
+            raise ValueError("it has more messages, or more bytes, than the tokens of the request can have")
+        message = ANSWER.validate_json(line)
+        if isinstance(message, AnswerPart):
+            most = 0 if self._logprobs is None else 1
+            if len(message.tokens) > most or any(len(one.top) > (self._logprobs or 0) for one in message.tokens):
+                raise ValueError("it has more log-probabilities than were requested")
+        return message
 
 
 class _Exited(Exception):

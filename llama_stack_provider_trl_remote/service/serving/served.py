@@ -7,9 +7,10 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
 
-from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound
+from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound, is_exhausted
 from llama_stack_provider_trl.jobs.decisions.states import ACTIVE
 from llama_stack_provider_trl.jobs.inputs.bases import find_served
 from llama_stack_provider_trl.jobs.store.records import JobRecord
@@ -17,6 +18,7 @@ from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.checkpoint_files import is_data_name
 from llama_stack_provider_trl.specs.model_source import ModelSource
+from llama_stack_provider_trl.system.model_directory import ModelDirectory
 
 from ..space import Space, Use
 
@@ -24,6 +26,7 @@ FIELD = "model"
 """The field of a request that has the name."""
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _WEIGHTS = (".safetensors", ".bin")
+_PIECE = 1 << 20
 _PROCESS = 1 << 30
 """Bytes of a process with torch and transformers."""
 
@@ -113,27 +116,49 @@ def _weights(directory: Path) -> int:
 def copy_adapter(adapter: Files, directory: Path, space: Space) -> None:
     """Copy the files of an adapter to where the process that serves it sees them: nothing else of the data directory is
     in its view. A part of a copy is removed. Raises OSError: also ENOSPC, where the disk has no space for what clients
-    order."""
+    order; InvalidRequest: a file of it cannot be read, or is a symbolic link out of its directory."""
     if directory.is_dir():
         return
-    size = sum((adapter.directory / name).stat().st_size for name in _names(adapter.directory))
-    space.require(Use.ordered, directory.parent, size)
+    sizes = {}
+    for name in _names(adapter.directory):
+        with _opened(adapter.directory, name) as file:
+            sizes[name] = os.fstat(file.fileno()).st_size
+    space.require(Use.ordered, directory.parent, sum(sizes.values()))
     staged = directory.with_name(f"{directory.name}.tmp")
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
     try:
-        for name in _names(adapter.directory):
+        for name, size in sizes.items():
             (staged / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(adapter.directory / name, staged / name)
+            with _opened(adapter.directory, name) as file, open(staged / name, "xb") as copy:
+                _copy(file, copy, size)
         staged.rename(directory)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
 
 
+def _opened(directory: Path, name: str) -> BufferedReader:
+    """A file of an adapter. The job that trained it has chosen what is there. Raises InvalidRequest; OSError: this
+    process has no descriptor or no memory left."""
+    try:
+        return ModelDirectory.at(directory).open(name)
+    except OSError as error:
+        if is_exhausted(error):
+            raise
+        hint = f"its file {name} cannot be read ({error.strerror}): train it again, or name another one"
+        raise InvalidRequest(FIELD, str(directory), hint) from error
+
+
+def _copy(file: BufferedReader, copy: BufferedWriter, size: int) -> None:
+    """Copy so many bytes at most: a training may still write the file."""
+    while size > 0 and (piece := file.read(min(_PIECE, size))):
+        copy.write(piece)
+        size -= len(piece)
+
+
 def _names(directory: Path) -> Iterator[str]:
     """Names of the adapter's weights, its configuration, and the tokenizer: not of the state of an optimizer."""
-    for path in sorted((*directory.iterdir(), *directory.glob("additional_chat_templates/*.jinja"))):
-        name = str(path.relative_to(directory))
-        is_weights = path.suffix == ".safetensors"
-        if path.is_file() and is_data_name(name) and (not is_weights or name == _ADAPTER_WEIGHTS):
+    for name in ModelDirectory.at(directory).names():
+        is_weights = name.endswith(".safetensors")
+        if is_data_name(name) and (not is_weights or name == _ADAPTER_WEIGHTS):
             yield name

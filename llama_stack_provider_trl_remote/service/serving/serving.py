@@ -20,9 +20,11 @@ from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.launch.base import Launcher
 from llama_stack_provider_trl.launch.devices import CORE
 from llama_stack_provider_trl.requests.settings import Settings
+from llama_stack_provider_trl.specs.chat_templates import UNENDED
 from llama_stack_provider_trl.specs.model_source import ModelSource
-from llama_stack_provider_trl.specs.serving import ADAPTERS, Answer, ServeRequest, ServeSpec
+from llama_stack_provider_trl.specs.serving import ADAPTERS, Answer, AnswerRefused, ServeRequest, ServeSpec
 from llama_stack_provider_trl.system.data_dir import DataDir
+from llama_stack_provider_trl.system.offload import FairSlots
 from llama_stack_provider_trl.system.process import available_memory
 
 from ..settings import ServiceSettings
@@ -31,8 +33,10 @@ from .process import ProcessEnded, ServingProcess
 from .served import Served
 
 log = logging.getLogger(__name__)
-_AT_ONCE = 4
-"""Answers that one process computes in turns."""
+_AT_ONCE, _OF_CALLER = 4, 2
+"""Answers that one process computes in turns, and those of one caller: it computes one token after the other, so that
+fewer answers at a time are done sooner."""
+_MOST_UNENDING = 1000
 _BESIDE = " beside a training"
 
 
@@ -70,6 +74,9 @@ class Serving:
         self._processes: dict[tuple[ModelSource, str], ServingProcess] = {}
         self._placing = asyncio.Lock()
         self._chats: Counter[str] = Counter()
+        self._unending: dict[tuple[ModelSource, str, str], None] = {}
+        """Models, with an adapter's files, whose chat template has ended their process: it would end every chat that
+        others have with that base model, again and again."""
 
     def prepare(self) -> None:
         """Recreate the directory, and end what is left there of an earlier service."""
@@ -123,6 +130,10 @@ class Serving:
                 yield message
 
     async def _answer(self, served: Served, request: ServeRequest) -> AsyncGenerator[Answer]:
+        rendered_by = (*served.key, "" if served.adapter is None else served.adapter.digest)
+        if request.messages is not None and rendered_by in self._unending:
+            yield AnswerRefused(message=UNENDED, is_request=True)
+            return
         for is_last in (False, True):
             process = await self._process_for(served)
             try:
@@ -131,6 +142,13 @@ class Serving:
                         yield message
                     return
             except ProcessEnded as end:
+                if end.by_template:
+                    self._unending[rendered_by] = None
+                    if len(self._unending) > _MOST_UNENDING:
+                        del self._unending[next(iter(self._unending))]
+                    log.warning("the process that answered for %s has ended: %s", served.name, end.reason)
+                    yield AnswerRefused(message=end.reason, is_request=True)
+                    return
                 # One that was idle may end while a request is on its way, and another device may be free.
                 if end.unanswered and not is_last:
                     continue
@@ -157,10 +175,10 @@ class Serving:
                 adapters=directory / ADAPTERS,
                 device=place.device.partition(":")[0],
                 idle_seconds=self._settings.serving_idle_seconds,
-                at_once=_AT_ONCE,
                 beside=place.beside,
             )
-            process = ServingProcess(self._launcher, directory, spec, place.device, self._space, self._python)
+            slots = FairSlots(_AT_ONCE, _OF_CALLER if self._settings.credentials else _AT_ONCE)
+            process = ServingProcess(self._launcher, directory, spec, place.device, self._space, slots, self._python)
             process.memory = memory
             self._processes[served.key] = process
             log.info("serving %s on %s%s", served.source.model, place.device, _BESIDE if place.beside else "")

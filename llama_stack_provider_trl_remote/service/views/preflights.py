@@ -14,9 +14,11 @@ from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.jobs.inputs.row_parts import PlannedParts, with_stored_parts
 from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.launch.gpus import gpu_of
+from llama_stack_provider_trl.specs.chat_templates import UNENDED
 from llama_stack_provider_trl.specs.events import Failed, Preflighted, Previewed, Reason, iter_events
 from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec
 from llama_stack_provider_trl.specs.preflight import PreflightSpec, PreviewSpec
+from llama_stack_provider_trl.system.cpu_timer import ENDED_BY
 from llama_stack_provider_trl.system.data_dir import DataDir
 from llama_stack_provider_trl.system.files import RunDir, atomic_write, free_bytes, tail
 from llama_stack_provider_trl.system.offload import FairSlots, in_work_thread
@@ -152,5 +154,7 @@ def _result[Result: (Preflighted, Previewed)](
             return event
     if seen.exit_code == -signal.SIGABRT:  # a library in C++ or Rust whose allocation failed
         raise JobFailure(Reason.invalid_request, requested.too_much_memory)
+    if seen.exit_code == -ENDED_BY:
+        raise JobFailure(Reason.invalid_model, UNENDED)
     last = seen.launch_error or seen.detail or tail(RunDir(run_dir).log, 3) or "no output"
     raise JobFailure(Reason.no_result, f"the preflight ended with {seen.exit_code}: {last}")

@@ -1,0 +1,72 @@
+"""Has the kernel end this process where one of its threads takes too much CPU time, whatever that thread does.
+
+An exception that is raised in a thread, and the handler of a signal, wait for its next bytecode: one call of C code,
+such as the division of two numbers of a million digits, ends years later, and holds the interpreter's lock meanwhile.
+Only the default action of a signal ends it. Linux only: elsewhere there is no timer of a thread's CPU time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+from functools import cache
+
+ENDED_BY = signal.SIGVTALRM
+"""The signal whose default action ends the process: nothing else here sends it."""
+_CLOCK_THREAD_CPUTIME_ID = 3
+_SIGEV_SIGNAL = 0
+
+
+class _SigEvent(ctypes.Structure):
+    _fields_ = (
+        ("value", ctypes.c_void_p),
+        ("signo", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("rest", ctypes.c_byte * 48),
+    )
+
+
+class _TimerSpec(ctypes.Structure):
+    _fields_ = (
+        ("interval_s", ctypes.c_long),
+        ("interval_ns", ctypes.c_long),
+        ("value_s", ctypes.c_long),
+        ("value_ns", ctypes.c_long),
+    )
+
+
+class CpuTimer:
+    """Ends this process after so many seconds of CPU time of the thread that creates it, unless `cancel` is called
+    before, or nothing refers to it any more. A fork has no timers. Raises OSError: the kernel has none left for this
+    user."""
+
+    def __init__(self, seconds: float) -> None:
+        self._timer: ctypes.c_void_p | None = None
+        if (library := _library()) is None:
+            return
+        timer = ctypes.c_void_p()
+        event = _SigEvent(signo=ENDED_BY, notify=_SIGEV_SIGNAL)
+        if library.timer_create(_CLOCK_THREAD_CPUTIME_ID, ctypes.byref(event), ctypes.byref(timer)):
+            raise OSError(ctypes.get_errno(), "no timer of CPU time can be created")
+        self._timer = timer
+        wanted = _TimerSpec(value_s=int(seconds), value_ns=int(seconds % 1 * 1e9) or 1)
+        library.timer_settime(timer, 0, ctypes.byref(wanted), None)
+
+    def cancel(self) -> None:
+        """Let the process live."""
+        if self._timer is not None and (library := _library()) is not None:
+            library.timer_delete(self._timer)
+            self._timer = None
+
+    def __del__(self) -> None:
+        """One that an exception has kept from being cancelled would end the process later."""
+        self.cancel()
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    if sys.platform != "linux":
+        return None
+    library = ctypes.CDLL(None, use_errno=True)
+    return library if hasattr(library, "timer_create") else ctypes.CDLL("librt.so.1", use_errno=True)
