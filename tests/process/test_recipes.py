@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from llama_stack_provider_trl.recipes.trainer import callbacks
 from llama_stack_provider_trl.specs.events import (
@@ -476,7 +477,21 @@ def with_another_architecture(model: Path) -> None:
     (model / "config.json").write_text(json.dumps({**config, "model_type": "t5", "architectures": ["T5Model"]}))
 
 
-@pytest.mark.parametrize("spoil", [without_tokenizer, with_damaged_weights, with_another_architecture])
+def with_a_weight_that_is_no_number(model: Path) -> None:
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.mlp.gate_proj.weight"][0] = math.nan
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+
+
+SPOILT: dict[Callable[[Path], None], str] = {
+    without_tokenizer: "",
+    with_damaged_weights: "",
+    with_another_architecture: "",
+    with_a_weight_that_is_no_number: "model.layers.1.mlp.gate_proj.weight in model.safetensors has values that are not",
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
 def test_a_model_that_cannot_be_trained_fails_the_job_with_its_name(
     tmp_path: Path, spoil: Callable[[Path], None]
 ) -> None:
@@ -490,6 +505,7 @@ def test_a_model_that_cannot_be_trained_fails_the_job_with_its_name(
     assert status == 1
     assert failed.reason is Reason.invalid_model
     assert str(model) in failed.message
+    assert SPOILT[spoil] in failed.message
 
 
 def test_a_model_id_that_cannot_be_reached_fails_the_job(tmp_path: Path) -> None:
