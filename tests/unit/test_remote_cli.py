@@ -556,6 +556,9 @@ def test_train_takes_every_method_that_needs_only_rows_and_names_what_serves_the
         kind = SupervisedFineTuneRequest if method == "sft" else PreferenceOptimizeRequest
         found = resolve(kind.model_validate(body), options, Settings(data_dir=tmp_path, devices=("cpu",))).fields
         assert (found["method"].algorithm, found["lora"].rank) == (method, 4)
+    words = ["train", "rows.jsonl", "--model", "job:a", "--adapter", "merge"]
+    body = training_request(cli.parser().parse_args(words), "sft", "job:a", "job", ["rows"])
+    assert body["provider_options"] == {"adapter": "merge"}
     for method in ("grpo", "distillation", "ours"):
         with pytest.raises(SystemExit):
             cli.parser().parse_args(["train", "rows.jsonl", "--model", "m", "--method", method])
