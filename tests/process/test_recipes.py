@@ -514,12 +514,14 @@ def test_a_model_id_that_cannot_be_reached_fails_the_job(tmp_path: Path) -> None
 
 
 def test_a_module_that_the_model_does_not_have_is_answered_with_those_it_has(tmp_path: Path) -> None:
-    lora = LoraSpec(target_modules=("query_key_value",), rank=2, alpha=4)
-    _, events = run(tmp_path, job_spec(tmp_path, tiny_model(), lora=lora))
-    (failed,) = of_kind(events, Failed)
-    assert failed.reason is Reason.invalid_request
-    assert "query_key_value" in failed.message
-    assert "k_proj, o_proj, q_proj, v_proj" in failed.message
+    for name, nearest in (("query_key_value", ""), ("q_prj", "; the nearest is q_proj")):
+        lora = LoraSpec(target_modules=(name,), rank=2, alpha=4)
+        (tmp_path / name).mkdir()
+        _, events = run(tmp_path / name, job_spec(tmp_path / name, tiny_model(), lora=lora))
+        (failed,) = of_kind(events, Failed)
+        assert failed.reason is Reason.invalid_request
+        assert name in failed.message
+        assert f"k_proj, o_proj, q_proj, v_proj{nearest}." in failed.message
 
 
 def test_a_loss_that_is_no_number_ends_the_job_instead_of_wasting_the_rest(tmp_path: Path) -> None:

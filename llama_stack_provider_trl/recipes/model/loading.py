@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -456,10 +457,11 @@ def adapter_config(model: PreTrainedModel, spec: LoraSpec, *, is_reward: bool = 
         has = f"attention modules are: {', '.join(_suffixes(attention))}"
         if not attention:
             has = f"linear modules are: {', '.join(_suffixes(mlp)) or 'none'}"
+        near = difflib.get_close_matches(unknown[0], _suffixes(attention + mlp), 1)
         raise JobFailure(
             Reason.invalid_request,
             f"lora_attn_modules names {', '.join(unknown)}, which this {type(model).__name__} does not have. "
-            f"Its {has}.",
+            f"Its {has}{f'; the nearest is {near[0]}' if near else ''}.",
         )
     experts = expert_parameters(model) if spec.mlp else []
     if experts:
