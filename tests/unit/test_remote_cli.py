@@ -437,7 +437,14 @@ TRIAL = {"number": 1, "total_steps": 4, "values": {"lr": 1}, "pruned": None}
                     "objective": "eval_loss",
                     "trials": [
                         {**TRIAL, "job_uuid": "job-1", "state": "completed", "step": 4, "value": 0.5},
-                        {**TRIAL, "job_uuid": "job-2", "state": "completed", "step": 2, "value": 0.75, "pruned": "it was behind"},
+                        {
+                            **TRIAL,
+                            "job_uuid": "job-2",
+                            "state": "completed",
+                            "step": 2,
+                            "value": 0.75,
+                            "pruned": "it was behind",
+                        },
                         {**TRIAL, "job_uuid": "job-3", "state": "failed", "step": 1, "value": None},
                     ],
                 },
