@@ -378,7 +378,7 @@ def _resolution(
         makers = [job.job_uuid for job in jobs_of(work, models)]
         resolution = resolve_work(request, work, options, settings, named, makers)
     own = models[0] if work and work.merging else Base(resolution.fields["source"], resolution.fields["adapter"])
-    refuse_damaged(model.field, model.value, own)
+    refuse_damaged(model.field, model.value, own, needs_tokenizer=not (work and work.merging))
     if work is not None and work.exporting is not None:
         refuse_unmapped(model.field, model.value, work.exporting.target, own.source, store)
     resolution = replace(resolution, fields=with_models(resolution.fields, settings, store))

@@ -364,6 +364,10 @@ class MergeRequest(WorkRequest):
                 raise InvalidRequest(name, getattr(self, name), hint)
         if self.method == "slerp" and len(self.models) != 2:
             raise InvalidRequest("method", "slerp", f"it merges two models, {len(self.models)} are named")
+        is_divided = self.method == "slerp" or (self.method == "linear" and not of_adapters)
+        if is_divided and (total := math.fsum(one.weight for one in self.models)) <= 0:
+            hint = f"the weights of the models add up to {total:g}, and each is divided by it: expected more than 0"
+            raise InvalidRequest("models.0.weight", self.models[0].weight, hint)
         sources = [(base.adapter or base.source).alone() for base in found]
         inputs = zip(sources, self.models, strict=False)
         return MergeWork(

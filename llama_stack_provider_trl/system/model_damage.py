@@ -10,6 +10,7 @@ import json
 import os
 import re
 import zipfile
+from collections.abc import Iterable
 from io import BufferedReader
 
 from .texts import decoded, refuse_encoding
@@ -34,6 +35,9 @@ WEIGHTS = (
 )
 """In the order in which transformers looks for them: it loads the first one that is there."""
 NO_WEIGHTS = f"it has no file of weights, expected one of {', '.join(WEIGHTS)}: download them, or name a complete model"
+_OF_TOKENIZER = re.compile(r"token|vocab|merges|tekken|spiece|sentencepiece|bpe|\.(model|spm)$", re.IGNORECASE)
+"""In the name of a file that some tokenizer of transformers is read from."""
+NO_TOKENIZER = f"it has no file of a tokenizer, such as {FAST_TOKENIZER}: download it, or name a complete model"
 EMBEDDED_ADAPTER = (
     "adapter_config.json lies beside its config.json, so that transformers would load the adapter into the model: move "
     "it to a directory of its own"
@@ -92,6 +96,11 @@ def tokenizer_files(configuration: bytes | None, *, is_fast: bool) -> list[str]:
         return files
     has_added = not isinstance(found, dict) or _ADDED_TOKENS in found
     return files if has_added else [*files, *_ADDED_TOKENS_FILES]
+
+
+def has_tokenizer(names: Iterable[str]) -> bool:
+    """Whether a directory with these entries has what a tokenizer is read from."""
+    return any(map(_OF_TOKENIZER.search, names))
 
 
 def _encoding_of_json(start: bytes) -> str | None:

@@ -18,7 +18,7 @@ from ..client import ServiceClient, job_path
 from ..nodes.joining import how_to_add_a_node
 from ..plots.curves import LOSS, curves_of
 from ..plots.files import check_output, write_plot
-from ..plots.points import fetch_points, newest_job, stored_points
+from ..plots.points import fetch_points, newest_points, stored_points
 from ..pull import pull
 from ..request_files import read_request
 from ..row_files import register_rows, register_uri, stored_rows
@@ -157,13 +157,14 @@ async def pull_checkpoint(client: ServiceClient, options: Namespace) -> int:
 
 
 async def plot(client: ServiceClient, options: Namespace) -> int:
-    target = check_output(options.output)
+    target, metrics = check_output(options.output), options.metric or [LOSS]
     if options.data_dir is not None:
-        points = await asyncio.to_thread(stored_points, options.data_dir.expanduser(), options.job_uuids)
+        points = await asyncio.to_thread(stored_points, options.data_dir.expanduser(), options.job_uuids, metrics)
+    elif options.job_uuids:
+        points = {job_uuid: await fetch_points(client, job_uuid) for job_uuid in options.job_uuids}
     else:
-        names = options.job_uuids or [await newest_job(client)]
-        points = {job_uuid: await fetch_points(client, job_uuid) for job_uuid in names}
-    panels = curves_of(points, options.metric or [LOSS], options.x, options.smoothing)
+        points = await newest_points(client, metrics)
+    panels = curves_of(points, metrics, options.x, options.smoothing)
     write_plot(panels, target, options.x)
     answer = {"path": str(target), "jobs": list(points), "metrics": [panel.metric for panel in panels]}
     emit(options, answer, f"{target}: {', '.join(answer['metrics'])} of {', '.join(points)}")

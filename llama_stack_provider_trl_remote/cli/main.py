@@ -272,8 +272,9 @@ def parser() -> argparse.ArgumentParser:
 def _train(command: argparse.ArgumentParser) -> None:
     command.add_argument("data", metavar="DATA", help="rows: a .jsonl, .json, .csv (also .gz, .zst) or .parquet file")
     command.add_argument(
-        "--model", required=True, metavar="M", help="a directory of the service's machine, or a model id"
+        "--model", required=True, metavar="M", help="a directory of the service's machine, a model id, or job:NAME"
     )
+    command.add_argument("--adapter", choices=("continue", "merge"), help="of a model that is an adapter")
     command.add_argument(
         "--method",
         type=_method,

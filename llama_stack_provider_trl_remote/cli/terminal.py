@@ -31,10 +31,16 @@ def emit(options: Namespace, answer: Any, *lines: str) -> None:
 def job_line(job: dict[str, Any]) -> str:
     """One line of `jobs list`."""
     state = job.get("state") or job.get("status") or "?"
-    steps = f"{job.get('step') or 0}/{job.get('total_steps') or '?'}"
     created = moment(job.get("scheduled_at"))
-    waits = f"  {job['detail']}" if state == "scheduled" and job.get("detail") else ""
-    return f"{created:<19}  {state_word(state):<11}  {steps:>11}  {job['job_uuid']}{waits}"
+    why = f"  {job['detail']}" if state in ("scheduled", "failed") and job.get("detail") else ""
+    return f"{created:<19}  {state_word(state):<11}  {_steps(job):>11}  {job['job_uuid']}{why}"
+
+
+def _steps(job: dict[str, Any]) -> str:
+    """The steps of a job of a list; empty: it has ended and trained none, as a search."""
+    if not job.get("total_steps") and job.get("completed_at"):
+        return ""
+    return f"{job.get('step') or 0}/{job.get('total_steps') or '?'}"
 
 
 JOB_COLUMNS = ("job", "state", "method", "model", "loss", "eval loss", "steps", "submitted", "by")
@@ -44,9 +50,11 @@ def job_row(job: dict[str, Any]) -> tuple[str, ...]:
     """One line of `jobs list --sort`."""
     losses = ("" if job.get(name) is None else f"{job[name]:.5g}" for name in ("loss", "eval_loss"))
     return (
-        *(job["job_uuid"], state_word(job["state"]), job.get("algorithm") or ""),
+        job["job_uuid"],
+        f"{state_word(job['state'])}{f': {job["reason"]}' if job.get('reason') else ''}",
+        job.get("algorithm") or "",
         *((job.get("model") or "").rstrip("/").rpartition("/")[2], *losses),
-        f"{job.get('step') or 0}/{job.get('total_steps') or '?'}",
+        _steps(job),
         *(moment(job.get("scheduled_at")), job.get("created_by") or ""),
     )
 
@@ -124,6 +132,7 @@ def status_lines(
         *((one["kind"], f"step {one['step']}: {', '.join(measures_of(one['metrics']))}") for one in points),
         *(("result", measure) for measure in measures_of(found.get("result") or {})),
         ("best", best_of(found.get("search") or {})),
+        *(("trials", trial) for trial in _trials_of(found.get("search") or {})),
         *(("warning", warning) for warning in found.get("warnings") or ()),
         ("method", _method_of(effective)),
         ("model", effective.get("model") or ""),
@@ -188,14 +197,17 @@ def _next_commands(status: dict[str, Any], config: Mapping[str, Any]) -> list[st
     if status["status"] == "failed":
         return [f"jobs logs {job}"]
     if best := ((status.get("resources_allocated") or {}).get("search") or {}).get("best"):
-        return [f"jobs show {shlex.quote(best['job_uuid'])}"]
-    if not status["checkpoints"]:
-        return []
+        return [*_chat(job, config), f"jobs show {shlex.quote(best['job_uuid'])}"]
+    return [*_chat(job, config), f"jobs pull {job} DIR"] if status["checkpoints"] else []
+
+
+def _chat(job: str, config: Mapping[str, Any]) -> list[str]:
+    """The command that asks the result of a job; empty: it writes no text."""
     from llama_stack_provider_trl.specs.methods import METHODS  # with pydantic, which no other command needs
 
     method = METHODS.get(config.get("algorithm", ""))
     answers = not config.get("work") and method is not None and not method.trains_reward
-    return [*([f"chat {job}"] if answers else []), f"jobs pull {job} DIR"]
+    return [f"chat {job}"] if answers else []
 
 
 def _flat(values: Mapping[str, Any], above: str = "") -> Iterable[tuple[str, Any]]:
@@ -214,6 +226,15 @@ def best_of(search: dict[str, Any]) -> str:
         return ""
     values = ", ".join(f"{path}={value}" for path, value in best["values"].items())
     return f"{best['job_uuid']}: {search['objective']} {best['value']:.6g} with {values}"
+
+
+def _trials_of(search: dict[str, Any]) -> Iterable[str]:
+    """A line for each trial of a search: its state, steps, what it reached, and its values."""
+    for trial in search.get("trials") or ():
+        reached = "" if trial["value"] is None else f", {search['objective']} {trial['value']:.6g}"
+        values = ", ".join(f"{path}={value}" for path, value in trial["values"].items())
+        state = "pruned" if trial["pruned"] else state_word(trial["state"])
+        yield f"{trial['job_uuid']}: {state}, {_steps(trial)} steps{reached} with {values}"
 
 
 def measures_of(result: Mapping[str, Any], above: str = "") -> list[str]:

@@ -215,7 +215,7 @@ def training_request(
         "data_config": data | without_none({"validation_dataset_id": validation_dataset_id}),
     }
     lora = _lora(options)
-    given: dict[str, Any] = _placement(options)
+    given: dict[str, Any] = _placement(options) | without_none({"adapter": options.adapter})
     if options.merge:
         given["merge_adapter"] = True
     if len(dataset_ids) > 1:

@@ -14,7 +14,7 @@ _MOST_PARTS = 16
 _MOST_BEHIND = 64
 """Bytes of line ends behind the last boundary."""
 FILE = "file"
-_PARAMETER = re.compile(r';\s*([a-zA-Z*]{1,20})=(?:"((?:[^"\\]|\\.)*)"|([^\s;"]*))')
+_PARAMETER = re.compile(r';\s*([a-zA-Z*]{1,20})\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^;"]*))')
 """Of a header (RFC 9110, 5.6.6), in time by its length: `email.message` takes the square of it."""
 
 
@@ -161,7 +161,7 @@ def parameters_of(header: str) -> tuple[str, dict[str, str]]:
     kind, found = header.partition(";")[0].strip().lower(), dict[str, str]()
     for match in _PARAMETER.finditer(header):
         name, quoted, plain = match.groups()
-        found.setdefault(name.lower(), plain if quoted is None else re.sub(r"\\(.)", r"\1", quoted))
+        found.setdefault(name.lower(), plain.strip() if quoted is None else re.sub(r'\\(["\\])', r"\1", quoted))
     return kind, found
 
 

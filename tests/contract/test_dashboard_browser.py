@@ -235,6 +235,8 @@ def test_a_job_is_checked_while_its_form_is_filled_in_and_queued(window: Window,
     assert window.page.input_value("#model") == str(tiny_model())
     # What was filled in is there again on the way back from another page, until the job is queued.
     window.fill(job="by-short-name", model=tiny_model().name, max_seq_length="64")
+    window.page.click("text=Loss, placement and all other options")
+    window.page.check("[name=train_on_input]")
     window.page.click("text=Upload a file")
     window.page.click("[aria-label='Train on questions']")
     window.page.wait_for_selector("#kept:has-text('is here again')")
@@ -253,6 +255,21 @@ def test_a_job_is_checked_while_its_form_is_filled_in_and_queued(window: Window,
     window.page.click("text=Begin anew")
     window.page.wait_for_selector("#kept", state="hidden")
     assert window.page.input_value("#job") == ""
+    # What is kept is of the form that it was filled into, and never in place of what was sent.
+    window.fill(max_seq_length="32")
+    window.open("/new?from=by-short-name&checkpoint=checkpoint-4")
+    assert window.page.input_value("#max_seq_length") == "64"
+    window.page.uncheck("[name=train_on_input]")
+    window.page.click("text=Check only")
+    window.page.wait_for_selector("#answer .state.completed", timeout=60_000)
+    assert window.page.input_value("#max_seq_length") == "64"
+    assert "checkpoint-4" in window.page.input_value("#options")
+    window.open("/new?from=by-short-name&checkpoint=checkpoint-4")
+    window.page.wait_for_selector("#kept:has-text('is here again')")
+    assert not window.page.is_checked("[name=train_on_input]")
+    window.open("/new?from=by-short-name")
+    assert window.page.is_checked("[name=train_on_input]")
+    assert "checkpoint-4" not in window.page.input_value("#options")
     window.open("/data/tokens?dataset=questions")
     assert window.page.input_value("#model") == str(tiny_model())
     window.fill(model=tiny_model().name)

@@ -57,7 +57,7 @@ def test_eighteen_jobs_are_in_the_first_screen_with_their_curves_and_reasons(win
     assert re.search(r"\d+:\d\d min left", text)
     assert "out_of_memory" in window.page.inner_text("tr[data-job=too-large] .reason")
     assert window.page.inner_text("tr[data-job=next-in-line] .reason .steps").startswith("start")
-    assert re.match(r"paused until it is resumed, requested at 20", window.page.inner_text("tr[data-job=held] .reason"))
+    assert re.match(r"until it is resumed, requested at 20", window.page.inner_text("tr[data-job=held] .reason"))
     lefts = "all => new Set(all.map((one) => one.getBoundingClientRect().left)).size"
     assert window.page.eval_on_selector_all(".spark", lefts) == 1, "whatever the width of the number beside it is"
     window.page.eval_on_selector("tr[data-job=trains] .value", "one => (one.textContent = '0.0006812')")

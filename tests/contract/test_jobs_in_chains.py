@@ -114,7 +114,9 @@ def test_the_service_refuses_by_name_and_passes_failures_on(tmp_path: Path) -> N
             service.wait_state(name, state)
         error = service.status("c")["resources_allocated"]["error"]
         assert error["reason"] == "predecessor_failed"
-        assert error["message"].startswith("job 'b', which it waited for, failed (predecessor_failed)\nCorrect the job")
+        assert error["message"].startswith(
+            "job 'b', which it waited for, failed (predecessor_failed).\nCorrect the job"
+        )
         assert service.delete(f"{JOBS}/a").status_code == 204
 
 

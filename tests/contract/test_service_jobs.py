@@ -263,8 +263,14 @@ def test_llama_stack_client_drives_the_service_without_a_llama_stack(
     assert tuned.job_uuid == "client-sft"
     training["data_config"] = training["data_config"] | {"dataset_id": "pairs"}
     post_training.preference_optimize(
-        job_uuid="client-dpo", finetuned_model=str(tiny_model()), algorithm_config={"beta": 0.2}, **common
+        job_uuid="client-dpo",
+        finetuned_model="client-named",
+        algorithm_config={"beta": 0.2},
+        extra_body={"model": str(tiny_model())},  # as the README has it: the call has no such argument
+        **common,
     )
+    queued = post_training.job.status(job_uuid="client-dpo", extra_query={"config": True}).resources_allocated
+    assert queued["effective_config"]["model"] == str(tiny_model())
     assert [job.job_uuid for job in post_training.job.list()][-2:] == ["client-sft", "client-dpo"]
     post_training.job.cancel(job_uuid="client-dpo")
     poll(lambda: post_training.job.status(job_uuid="client-dpo").status == "cancelled", "it is cancelled", timeout=20)

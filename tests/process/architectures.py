@@ -31,7 +31,15 @@ GROUPED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2": {**SIZES, "tie_word_embeddings": True},
     "qwen3": SIZES,
-    "gpt2": {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    "gpt2": {
+        "vocab_size": VOCABULARY,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 128,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
     "gemma2": SIZES,
     "gemma3_text": SIZES,
     "phi3": SIZES,

@@ -237,6 +237,13 @@ def test_a_row_that_the_template_refuses_fails_the_job_by_number(chatml: Any) ->
     assert caught.value.reason == "invalid_dataset"
 
 
+def test_a_template_that_is_none_is_the_fault_of_the_model(chatml: Any) -> None:
+    chatml.chat_template = "{% for message in messages %}{{ message['content'] }}"
+    with pytest.raises(JobFailure, match=r"the model's chat template is no Jinja template: .* in line 1\.") as caught:
+        prepare(chatml, SftExample(TALK[:2], 1))
+    assert caught.value.reason == "invalid_model"
+
+
 def test_a_template_that_drops_the_answer_fails_the_job(chatml: Any) -> None:
     chatml.chat_template = (
         "{% for message in messages %}{{ message['role'] + ':' }}"

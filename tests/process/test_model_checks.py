@@ -358,6 +358,28 @@ def test_weights_that_the_configuration_of_another_kind_of_model_leaves_out_are_
 
 
 @pytest.mark.parametrize(
+    ("name", "change", "sentence"),
+    [
+        ("generation_config.json", {"eos_token_id": [2, 99999]}, "has eos_token_id 99999, and its vocabulary has 1024"),
+        (
+            "config.json",
+            {"architectures": ["LlamaForCausalLMM"]},
+            "LlamaForCausalLMM, which transformers lacks",
+        ),
+    ],
+)
+def test_ends_and_architectures_that_there_are_not_are_warned_of(
+    model: Path, name: str, change: dict[str, Any], sentence: str
+) -> None:
+    check_weights(source_of(model), warn=pytest.fail)
+    (model / name).write_text(json.dumps({**json.loads((model / name).read_text()), **change}))
+    warnings: list[str] = []
+    check_weights(source_of(model), warn=warnings.append)
+    (warning,) = warnings
+    assert sentence in warning
+
+
+@pytest.mark.parametrize(
     ("architecture", "names"),
     [
         ("llama", ("self_attn.rotary_emb.inv_freq", "self_attn.k_scale", "self_attn.v_proj.v_scale")),

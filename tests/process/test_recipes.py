@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from llama_stack_provider_trl.recipes.trainer import callbacks
 from llama_stack_provider_trl.specs.events import (
@@ -476,7 +477,21 @@ def with_another_architecture(model: Path) -> None:
     (model / "config.json").write_text(json.dumps({**config, "model_type": "t5", "architectures": ["T5Model"]}))
 
 
-@pytest.mark.parametrize("spoil", [without_tokenizer, with_damaged_weights, with_another_architecture])
+def with_a_weight_that_is_no_number(model: Path) -> None:
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.mlp.gate_proj.weight"][0] = math.nan
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+
+
+SPOILT: dict[Callable[[Path], None], str] = {
+    without_tokenizer: "",
+    with_damaged_weights: "",
+    with_another_architecture: "",
+    with_a_weight_that_is_no_number: "model.layers.1.mlp.gate_proj.weight in model.safetensors has values that are not",
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
 def test_a_model_that_cannot_be_trained_fails_the_job_with_its_name(
     tmp_path: Path, spoil: Callable[[Path], None]
 ) -> None:
@@ -490,6 +505,7 @@ def test_a_model_that_cannot_be_trained_fails_the_job_with_its_name(
     assert status == 1
     assert failed.reason is Reason.invalid_model
     assert str(model) in failed.message
+    assert SPOILT[spoil] in failed.message
 
 
 def test_a_model_id_that_cannot_be_reached_fails_the_job(tmp_path: Path) -> None:
@@ -498,12 +514,14 @@ def test_a_model_id_that_cannot_be_reached_fails_the_job(tmp_path: Path) -> None
 
 
 def test_a_module_that_the_model_does_not_have_is_answered_with_those_it_has(tmp_path: Path) -> None:
-    lora = LoraSpec(target_modules=("query_key_value",), rank=2, alpha=4)
-    _, events = run(tmp_path, job_spec(tmp_path, tiny_model(), lora=lora))
-    (failed,) = of_kind(events, Failed)
-    assert failed.reason is Reason.invalid_request
-    assert "query_key_value" in failed.message
-    assert "k_proj, o_proj, q_proj, v_proj" in failed.message
+    for name, nearest in (("query_key_value", ""), ("q_prj", "; the nearest is q_proj")):
+        lora = LoraSpec(target_modules=(name,), rank=2, alpha=4)
+        (tmp_path / name).mkdir()
+        _, events = run(tmp_path / name, job_spec(tmp_path / name, tiny_model(), lora=lora))
+        (failed,) = of_kind(events, Failed)
+        assert failed.reason is Reason.invalid_request
+        assert name in failed.message
+        assert f"k_proj, o_proj, q_proj, v_proj{nearest}." in failed.message
 
 
 def test_a_loss_that_is_no_number_ends_the_job_instead_of_wasting_the_rest(tmp_path: Path) -> None:

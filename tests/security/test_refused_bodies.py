@@ -72,7 +72,8 @@ def test_a_long_content_type_is_refused_and_cookies_are_parsed_by_nobody_on_ever
 @pytest.mark.parametrize(
     ("header", "found"),
     [
-        ("Form-Data; name=file;filename=a.jsonl", {"name": "file", "filename": "a.jsonl"}),
+        ("Form-Data; name = file;filename=a b.jsonl ", {"name": "file", "filename": "a b.jsonl"}),
+        ('form-data; filename="a\\b.jsonl"', {"filename": "a\\b.jsonl"}),
         ('form-data; name="file"; filename="a; b=\\"c\\".jsonl"', {"name": "file", "filename": 'a; b="c".jsonl'}),
         ('form-data; name="a"; name="b"; filename*=UTF-8\'\'%E2%82%AC', {"name": "a", "filename*": "UTF-8''%E2%82%AC"}),
         ('form-data; a="' + ";" * 4000, {"a": ""}),

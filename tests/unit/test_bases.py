@@ -107,6 +107,7 @@ def test_a_chain_of_adapters_keeps_every_job_below_it(store: Store, settings: Se
     [
         ("job:typo", {}, "model: there is no such job here"),
         ("job:next", {}, "model: a job cannot begin with its own result"),
+        ("a", {}, "model: there is no such directory, and no such model in the cache here; was job:a meant?"),
         ("job:", {}, "model: send job:NAME"),
         ("job:../x", {}, "model: send job:NAME"),
         ("job:a/", {}, "model: send job:NAME"),

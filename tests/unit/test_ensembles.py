@@ -150,6 +150,21 @@ def test_a_member_that_cannot_be_used_is_refused_under_its_field(store: Store, s
     assert bases_of(request(models=None, model="org/a"), settings, store) == []
 
 
+def test_weights_of_a_merge_that_add_up_to_nothing_are_refused_where_they_are_divided_by_their_sum(
+    store: Store, settings: Settings
+) -> None:
+    def body(**changes: object) -> MergeRequest:
+        members = [{"model": "org/a", "weight": 1}, {"model": "org/b", "weight": -1}]
+        return MergeRequest.model_validate({"job_uuid": "m", "models": members, **changes})
+
+    for method in ("linear", "slerp"):
+        merge = body(method=method)
+        with pytest.raises(InvalidRequest, match=r"models\.0\.weight=1\.0 .* add up to 0, and each is divided by it"):
+            merge.work(bases_of(merge, settings, store))
+    ties = body(method="ties", density=0.5, base="org/base")  # differences, which are added
+    assert ties.work(bases_of(ties, settings, store)).merge.inputs[1].weight == -1
+
+
 def test_tokenizers_that_number_tokens_otherwise_are_refused_by_both_names(
     store: Store, settings: Settings, tmp_path: Path
 ) -> None:

@@ -64,7 +64,12 @@ def test_requests_are_written_beside_the_event_loop(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(job_pages, name, nothing)
     monkeypatch.setattr(new_job_pages, "page", nothing)
     some: Any = SimpleNamespace(
-        base_url="http://head:1/", names=list, queue_page=lambda *_, **__: ([], None), status=nothing, role="submit"
+        method="POST",
+        base_url="http://head:1/",
+        names=list,
+        queue_page=lambda *_, **__: ([], None),
+        status=nothing,
+        role="submit",
     )
     asyncio.run(new_job_pages._page(some, some, some, some, {"model": "m"}))
     asyncio.run(job_pages.job_page(some, some, some, some, "a"))

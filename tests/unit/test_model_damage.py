@@ -173,6 +173,7 @@ def model(tmp_path: Path) -> Path:
     path.mkdir()
     (path / "config.json").write_text("{}")
     (path / "model.safetensors").write_bytes(tensors(8, 40))
+    (path / "tokenizer.model").write_bytes(b"pieces")
     return path
 
 
@@ -215,6 +216,13 @@ def test_a_request_for_a_directory_with_such_a_file_is_refused_by_name(
     hint = refusal(model)
     assert hint.startswith(sentence)
     assert bool(hint) == bool(sentence)
+
+
+def test_a_model_without_a_file_of_a_tokenizer_is_refused(model: Path) -> None:
+    (model / "tokenizer.model").rename(model / "sentencepiece.bpe.model")
+    assert refusal(model) == ""
+    (model / "sentencepiece.bpe.model").unlink()
+    assert refusal(model).startswith("it has no file of a tokenizer, such as tokenizer.json: download it")
 
 
 @pytest.mark.parametrize("name", ["special_tokens_map.json", "added_tokens.json"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sqlite3
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,13 @@ import pytest
 from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound, MissingExtra, StoreError
 from llama_stack_provider_trl.jobs.store import database
 from llama_stack_provider_trl.jobs.store.database import Database
+from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.specs.events import Evaluated
 from llama_stack_provider_trl.system.data_dir import DATABASE
 from llama_stack_provider_trl_remote.plots.curves import PlotCurve, curves_of, smooth, thin
 from llama_stack_provider_trl_remote.plots.files import check_output, write_plot
 from llama_stack_provider_trl_remote.plots.points import PlotPoint, stored_points
+from tests.fakes import job_spec
 
 
 def point(step: int, kind: str = "train", **metrics: float) -> PlotPoint:
@@ -111,13 +115,24 @@ def test_a_missing_library_is_named_with_its_extra(
 
 def test_a_directory_without_jobs_is_refused_and_left_alone(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"it has no jobs\.sqlite3"):
-        stored_points(tmp_path, ["one"])
+        stored_points(tmp_path, ["one"], ["loss"])
     assert not list(tmp_path.iterdir())
     Database(tmp_path / DATABASE).close()
     with pytest.raises(JobNotFound):
-        stored_points(tmp_path, ["one"])
+        stored_points(tmp_path, ["one"], ["loss"])
     with pytest.raises(InvalidRequest, match="has no jobs yet"):
-        stored_points(tmp_path, [])
+        stored_points(tmp_path, [], ["loss"])
+
+
+def test_without_a_job_the_newest_that_has_the_metric_is_plotted(tmp_path: Path) -> None:
+    with closing(Store(tmp_path / DATABASE)) as store:
+        for name, loss in (("old", 3.0), ("trained", 2.0), ("merged", None)):
+            store.add_job(job_spec(name), "digest")
+            store.launch(name, 1, "cpu", tmp_path / name)
+            metrics = {"accuracy": 1.0} if loss is None else {"loss": loss}
+            store.apply_events(name, 1, [Evaluated(step=1, epoch=1.0, metrics=metrics)], 1)
+    found = {metric: list(stored_points(tmp_path, [], [metric])) for metric in ("loss", "accuracy", "grad_norm")}
+    assert found == {"loss": ["trained"], "accuracy": ["merged"], "grad_norm": ["merged"]}
 
 
 def test_the_database_of_an_earlier_release_is_refused_and_not_upgraded(
@@ -129,8 +144,8 @@ def test_the_database_of_an_earlier_release_is_refused_and_not_upgraded(
     connection.close()
     before = (tmp_path / DATABASE).read_bytes()
     with pytest.raises(StoreError, match="has schema version 3, this program reads"):
-        stored_points(tmp_path, ["one"])
+        stored_points(tmp_path, ["one"], ["loss"])
     assert (tmp_path / DATABASE).read_bytes() == before
     (tmp_path / DATABASE).write_bytes(b"no database at all" * 100)
     with pytest.raises(StoreError, match="file is not a database"):
-        stored_points(tmp_path, ["one"])
+        stored_points(tmp_path, ["one"], ["loss"])

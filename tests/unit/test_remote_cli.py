@@ -403,6 +403,9 @@ def test_a_job_is_shown_as_facts_that_fit_into_a_terminal(
     assert json.loads(run("jobs", "show", "dpo-1", "--json")[1]) == found
 
 
+TRIAL = {"number": 1, "total_steps": 4, "values": {"lr": 1}, "pruned": None}
+
+
 @pytest.mark.parametrize(
     ("word", "resources", "lines"),
     [
@@ -431,6 +434,35 @@ def test_a_job_is_shown_as_facts_that_fit_into_a_terminal(
             "completed",
             {"search": {"best": {"job_uuid": "job-3", "value": 0.5, "values": {"lr": 1}}, "objective": "eval_loss"}},
             ["best    job-3: eval_loss 0.5 with lr=1", "next    trl-remote jobs show job-3"],
+        ),
+        (
+            "completed",
+            {
+                "effective_config": {"algorithm": "sft"},
+                "search": {
+                    "best": {"job_uuid": "job-1", "value": 0.5, "values": {"lr": 1}},
+                    "objective": "eval_loss",
+                    "trials": [
+                        {**TRIAL, "job_uuid": "job-1", "state": "completed", "step": 4, "value": 0.5},
+                        {
+                            **TRIAL,
+                            "job_uuid": "job-2",
+                            "state": "completed",
+                            "step": 2,
+                            "value": 0.75,
+                            "pruned": "it was behind",
+                        },
+                        {**TRIAL, "job_uuid": "job-3", "state": "failed", "step": 1, "value": None},
+                    ],
+                },
+            },
+            [
+                "trials  job-1: completed, 4/4 steps, eval_loss 0.5 with lr=1",
+                "        job-2: pruned, 2/4 steps, eval_loss 0.75 with lr=1",
+                "        job-3: failed, 1/4 steps with lr=1",
+                "next    trl-remote chat job",
+                "        trl-remote jobs show job-1",
+            ],
         ),
         (
             "completed",
@@ -564,6 +596,9 @@ def test_train_takes_every_method_that_needs_only_rows_and_names_what_serves_the
         kind = SupervisedFineTuneRequest if method == "sft" else PreferenceOptimizeRequest
         found = resolve(kind.model_validate(body), options, Settings(data_dir=tmp_path, devices=("cpu",))).fields
         assert (found["method"].algorithm, found["lora"].rank) == (method, 4)
+    words = ["train", "rows.jsonl", "--model", "job:a", "--adapter", "merge"]
+    body = training_request(cli.parser().parse_args(words), "sft", "job:a", "job", ["rows"])
+    assert body["provider_options"] == {"adapter": "merge"}
     for method in ("grpo", "distillation", "ours"):
         with pytest.raises(SystemExit):
             cli.parser().parse_args(["train", "rows.jsonl", "--model", "m", "--method", method])

@@ -29,6 +29,15 @@ def test_lines_of_the_command_have_the_words_of_the_pages() -> None:
     assert progress_line({"status": "in_progress"}) == "running"
 
 
+def test_lists_have_the_reason_of_a_failure_and_no_steps_of_an_ended_job_that_trained_none() -> None:
+    job = {"job_uuid": "a", "state": "failed", "reason": "invalid_model", "detail": "model 'm': it has no weights"}
+    assert job_line(job).endswith("        0/?  a  model 'm': it has no weights")
+    assert job_row(job)[1] == "failed: invalid_model"
+    searched = {"job_uuid": "s", "state": "completed", "completed_at": "2026-11-21T10:00:00Z"}
+    assert "/" not in job_line(searched)
+    assert job_row(searched)[6] == ""
+
+
 def test_no_page_writes_the_name_of_a_state_of_a_job() -> None:
     """Those of nodes and pools are the API's own."""
     for path in sorted((PAGES / "templates").glob("*.html")):

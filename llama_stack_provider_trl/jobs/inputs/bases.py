@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -17,11 +18,13 @@ from ...requests.bases import (
     served_job_of,
 )
 from ...requests.distillation import TEACHER
+from ...requests.names import JOB_UUID_PATTERN
 from ...requests.settings import Settings
 from ...specs.bases import parts_of
 from ...specs.job import JobSpec
 from ...specs.model_source import ModelSource
 from ...system.files import is_whole
+from ...system.hub_cache import find_snapshot
 from ..decisions.states import JobState
 from ..store.store import Store
 
@@ -44,14 +47,26 @@ _WRITTEN = re.compile(r"final|checkpoint-\d+")
 
 def find_base(model: NamedModel, store: Store) -> NamedJob | None:
     """The job that a model names as `job:NAME`; None: it names none, or there is no such job. Raises InvalidRequest:
-    that is no name of a job, or of a search that has not completed."""
+    that is no name of a job, or of a search that has not completed; or the bare name of a job, and of no model here."""
     job_uuid = base_job_of(model)
     if job_uuid is None:
+        _refuse_bare_job(model, store)
         return None
     try:
         return named_job(model.field, model.value, job_uuid, store)
     except JobNotFound:
         return None
+
+
+def _refuse_bare_job(model: NamedModel, store: Store) -> None:
+    """Raises InvalidRequest: the name of a job without `job:` before it would be looked for at the hub."""
+    name, value, own = model
+    if not value or value == own or not re.fullmatch(JOB_UUID_PATTERN, value):
+        return
+    is_model = Path(value).is_dir() or find_snapshot(os.environ, value, None) is not None
+    if not is_model and store.state_of(value) is not None:
+        hint = f"there is no such directory, and no such model in the cache here; was {PREFIX}{value} meant?"
+        raise InvalidRequest(name, value, hint)
 
 
 def find_read(model: NamedModel, settings: Settings, store: Store) -> Base:

@@ -7,6 +7,7 @@ Only what the first bytes, the size or a small header show: the training checks 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -21,24 +22,27 @@ from ...system.model_damage import (
     EMBEDDED_ADAPTER,
     FAST_TOKENIZER,
     INDEX_ENDING,
+    NO_TOKENIZER,
     NO_WEIGHTS,
     SMALL,
     TOKENIZER_CONFIG,
     WEIGHTS,
     damage_of,
     files_in_index,
+    has_tokenizer,
     missing_from_index,
     tokenizer_files,
 )
 
 
-def refuse_damaged(field: str, value: str | None, base: Base) -> None:
+def refuse_damaged(field: str, value: str | None, base: Base, *, needs_tokenizer: bool = True) -> None:
     """Return if the files of a job's model, and of the adapter that it begins with, look whole. Raises InvalidRequest:
     names the field and the file.
 
     Args:
         field: that names the model, and its value.
         base: what it begins with. The checkpoint of another job is checked when the job starts.
+        needs_tokenizer: the job reads one.
     """
     source, adapter = base.source, base.adapter
     model = Path(source.model)
@@ -46,6 +50,8 @@ def refuse_damaged(field: str, value: str | None, base: Base) -> None:
         return
     tokenizer = tokenizer_files(_beginning(model, TOKENIZER_CONFIG), is_fast=_is_there(model, FAST_TOKENIZER))
     problems = [*_problems(model, (*CONFIG_FILES, *tokenizer)), *_problems_of_weights(model)]
+    if needs_tokenizer and not _has_tokenizer(model):
+        problems.append(NO_TOKENIZER)
     if adapter is not None:
         problems += _problems(adapter.directory, ADAPTER_FILES)
         read = (ADAPTER_WEIGHTS,) if adapter.use == "continue" else (ADAPTER_WEIGHTS, ADAPTER_PICKLE)
@@ -94,6 +100,13 @@ def _problems_of_weights(model: Path) -> Iterator[str]:
         if not _is_there(model, name):
             yield f"{name[:200]} in that directory {missing_from_index(used, names)}"
     yield from _problems(model, tuple(inside))
+
+
+def _has_tokenizer(model: Path) -> bool:
+    try:
+        return has_tokenizer(os.listdir(model))
+    except OSError:
+        return True  # the training reads it where it runs
 
 
 def _beginning(directory: Path, name: str) -> bytes | None:

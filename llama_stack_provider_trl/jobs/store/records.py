@@ -112,8 +112,10 @@ class JobRecord:
     @property
     def advised(self) -> str:
         """The message, and below it the remedy of a failure."""
+        if not self.message or not self.advice:
+            return self.message or self.advice
         end = "" if self.message.endswith((".", "?", "!")) else "."
-        return f"{self.message}{end}\n{self.advice}" if self.advice else self.message
+        return f"{self.message}{end}\n{self.advice}"
 
 
 class ChainedJob(NamedTuple):

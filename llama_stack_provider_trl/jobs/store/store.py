@@ -303,7 +303,7 @@ class Store(JobReader):
             message: the reason, where the user has not requested it.
             by: name of the user; empty: not known.
         """
-        message = message or self._when("cancelled", by)
+        message = message or self._when(by)
         try:
             return self._record_cancel(job_uuid, message)
         except StoreError as error:
@@ -364,13 +364,13 @@ class Store(JobReader):
                     f"job {job_uuid!r} is a search, which holds no device: pause its trials, or cancel it"
                 )
             target = JobState.pausing if job.state in ACTIVE else JobState.paused
-            message = self._when("paused until it is resumed", by)
+            message = f"until it is resumed, {self._when(by)}"
             self.transition(job_uuid, job.attempt, job.state, target, None, message)
 
-    def _when(self, what: str, by: str) -> str:
-        """What was requested of a job, by whom and when."""
+    def _when(self, by: str) -> str:
+        """By whom and when a job's state was requested; behind the word of the state on pages and in a shell."""
         at = datetime.fromtimestamp(self._clock(), UTC)
-        return f"{what}, requested{f' by {by}' if by else ''} at {at:%Y-%m-%d %H:%M:%S} UTC"
+        return f"requested{f' by {by}' if by else ''} at {at:%Y-%m-%d %H:%M:%S} UTC"
 
     def request_resume(self, job_uuid: str) -> JobRecord:
         """Queue a paused job again; a job that was not paused does not change. Raises JobNotFound; JobConflict: the job

@@ -283,6 +283,10 @@ class Chat:
         self._refuse_tools(messages, row)
         try:
             text = self._render(messages, add_generation_prompt)
+        except TemplateSyntaxError as error:
+            found = f"the model's chat template is no Jinja template: {error.message} in line {error.lineno}"
+            hint = "Correct it in the model's tokenizer files, or set the option chat_template"
+            raise JobFailure(Reason.invalid_model, f"{found}. {hint}") from error
         except (TemplateError, TypeError, ValueError) as error:
             roles = ", ".join(message["role"] for message in messages)
             raise JobFailure(

@@ -118,6 +118,11 @@ def read_weights(spec: JobSpec, model: PeftModel, names: Sequence[str] = ()) -> 
         set_peft_model_state_dict(model, found, adapter_name=adapter)
 
 
+def adapter_weights(directory: Path) -> list[Path]:
+    """The file that an adapter's weights are read from; empty: there is none."""
+    return [path for name in (ADAPTER_WEIGHTS, ADAPTER_PICKLE) if (path := directory / name).is_file()][:1]
+
+
 def check_adapter(
     directory: Path, source: ModelSource, *, is_reward: bool = False, lora: LoraSpec | None = None
 ) -> None:
@@ -134,9 +139,9 @@ def check_adapter(
         config = PeftConfig.from_pretrained(str(directory))
     except Exception as error:  # of peft, for values of any type
         raise unusable(directory, f"its adapter_config.json cannot be read: {str(error)[:300]}") from error
-    file = next((path for name in (ADAPTER_WEIGHTS, ADAPTER_PICKLE) if (path := directory / name).is_file()), None)
-    if file is None:
+    if not (files := adapter_weights(directory)):
         raise unusable(directory, f"it has no {ADAPTER_WEIGHTS}")
+    (file,) = files
     try:
         found = shapes_in(file)
     except MemoryError:

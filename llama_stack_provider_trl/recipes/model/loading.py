@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, VeraConfig
 from safetensors import SafetensorError
 from transformers import (
@@ -256,6 +258,13 @@ def check_weights(
     config, files = load_config(source), whole_weights(source)
     if not is_reward:
         _refuse_classifier(config, source)
+        _warn_of_ends(config, source, warn)
+    if not source.trust_remote_code:
+        for unknown in (str(name)[:100] for name in config.architectures or () if not hasattr(transformers, str(name))):
+            warn(
+                f"config.json of {source.model!r} names the architecture {unknown}, which transformers lacks: "
+                f"the model is loaded by its model_type, {config.model_type}"
+            )
     if files.unused_index:
         warn(f"{files.unused_index} of {source.model!r} is not read: {files.paths[0].name} has the weights")
     if not source.trust_remote_code and not quantization.stored_quantization(config):
@@ -332,6 +341,17 @@ def _refuse_classifier(config: Any, source: ModelSource) -> None:
             f"model {source.model!r} is a {named[0]}, such as a reward model, and no causal language model: name the "
             "model that it was trained from, or another one.",
         )
+
+
+def _warn_of_ends(config: Any, source: ModelSource, warn: Callable[[str], None]) -> None:
+    """Warn of tokens that answers are to end with, and that the model cannot write."""
+    named, size = read_generation_config(source).config.eos_token_id, getattr(config.get_text_config(), "vocab_size", 0)
+    for token in named if isinstance(named, list) else [named]:
+        if isinstance(token, int) and isinstance(size, int) and token >= size > 0:
+            warn(
+                f"the generation configuration of {source.model!r} has eos_token_id {token}, and its vocabulary has "
+                f"{size} tokens: no answer ends with it. Set it in generation_config.json to a token that ends answers"
+            )
 
 
 def _name(model: PreTrainedModel, source: ModelSource) -> None:
@@ -437,10 +457,11 @@ def adapter_config(model: PreTrainedModel, spec: LoraSpec, *, is_reward: bool = 
         has = f"attention modules are: {', '.join(_suffixes(attention))}"
         if not attention:
             has = f"linear modules are: {', '.join(_suffixes(mlp)) or 'none'}"
+        near = difflib.get_close_matches(unknown[0], _suffixes(attention + mlp), 1)
         raise JobFailure(
             Reason.invalid_request,
             f"lora_attn_modules names {', '.join(unknown)}, which this {type(model).__name__} does not have. "
-            f"Its {has}.",
+            f"Its {has}{f'; the nearest is {near[0]}' if near else ''}.",
         )
     experts = expert_parameters(model) if spec.mlp else []
     if experts:

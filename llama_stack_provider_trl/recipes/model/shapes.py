@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import pickle
 import re
+import zipfile
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -322,6 +324,31 @@ def _headers(source: ModelSource, paths: Sequence[Path]) -> list[_StoredWeight]:
 def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
     """The names and shapes of the weights in a file. Raises what safetensors and torch.load do for damaged ones."""
     return {header.name: header.shape for header in _headers_in(path)}
+
+
+def first_not_finite(paths: Iterable[Path], heartbeat: Callable[[], None]) -> _StoredWeight | None:
+    """The first weight in files of a model that holds NaN or an infinity. Reads all values, one weight at a time."""
+    for path in paths:
+        for name, read in _values_in(path):
+            heartbeat()
+            weight = read()
+            if weight.is_floating_point() and not bool(_wide(weight).isfinite().all()):
+                return _StoredWeight(path.name, name, tuple(weight.shape), str(weight.dtype))
+    return None
+
+
+def _values_in(path: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+    if path.suffix != ".safetensors":
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        yield from ((name, partial(found.get, name)) for name, one in found.items() if isinstance(one, torch.Tensor))
+        return
+    with safe_open(path, framework="pt") as file:
+        yield from ((name, partial(file.get_tensor, name)) for name in file.keys())  # noqa: SIM118 - no iterator
+
+
+def _wide(weight: torch.Tensor) -> torch.Tensor:
+    """Of 8 bits as of 16: torch looks for infinities in no narrower ones."""
+    return weight if weight.element_size() > 1 else weight.bfloat16()
 
 
 def _headers_in(path: Path) -> Iterator[_StoredWeight]:

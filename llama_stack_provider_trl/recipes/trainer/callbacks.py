@@ -16,16 +16,21 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ... import faults
 from ...errors import JobFailure
 from ...specs.averaging import passes_multiple
+from ...specs.bases import parts_of
 from ...specs.evaluations import EarlyStoppingTracker, LossWatch
 from ...specs.events import Evaluated, EventWriter, Prepared, Progress, Reason, Sampled, Warned
 from ...specs.job import JobSpec
+from ...specs.model_source import AdapterSpec, ModelSource
 from ...specs.search import rung_steps
 from ...system.malloc import Malloc
 from ...system.process import resident_memory
 from ..checkpoint import random_state
 from ..distributed import ranks
 from ..model import fsdp
+from ..model.adapters import adapter_weights
+from ..model.files import whole_weights
 from ..model.loading import parameter_counts
+from ..model.shapes import first_not_finite
 from . import parallel
 from .base import RecipeTrainer
 
@@ -258,7 +263,7 @@ class JobCallback(TrainerCallback):
         if not logs or "loss" not in logs:
             return
         self._losses.append((state.global_step - self.last_logged, logs["loss"]))
-        self.last_logged = state.global_step
+        is_first, self.last_logged = self.last_logged == 0, state.global_step
         metrics = {name: float(value) for name, value in logs.items() if name != "epoch" and math.isfinite(value)}
         logged = self.trainer.logged
         computed_at, memory = (self.trainer.clock.now(), self._memory()) if logged is None else logged
@@ -279,9 +284,25 @@ class JobCallback(TrainerCallback):
                 not_finite=tuple(name for name, value in logs.items() if not math.isfinite(value)),
             )
         )
-        _refuse_divergence(state.global_step, logs, scaled=self.spec.compute.dtype == "fp16")
+        if diverged := _divergence(state.global_step, logs, scaled=self.spec.compute.dtype == "fp16"):
+            # Before the first step nothing has been trained: weights that were no numbers then are the cause.
+            raise (is_first and self._ruined_model()) or diverged
         if message := self._loss_watch.problem(state.global_step, logs["loss"]):
             self.writer.write(Warned(message=message))
+
+    def _ruined_model(self) -> JobFailure | None:
+        """The failure of a job one of whose models has weights in its files that are no numbers; None: none has."""
+        for _, source in parts_of(self.spec, ModelSource):
+            is_adapter = isinstance(source, AdapterSpec)
+            paths = adapter_weights(source.directory) if is_adapter else whole_weights(source).paths
+            if weight := first_not_finite(paths, self._heartbeat):
+                return JobFailure(
+                    Reason.invalid_model,
+                    f"{'adapter' if is_adapter else 'model'} {source.model!r}: {weight.name} in {weight.file} has "
+                    "values that are not finite (NaN or infinity). Download it again, or name one whose training "
+                    "did not diverge.",
+                )
+        return None
 
     def on_evaluate(
         self,
@@ -389,12 +410,13 @@ def _perplexity(loss: float | None) -> float | None:
     return math.exp(loss) if loss is not None and loss < 700 else None
 
 
-def _refuse_divergence(step: int, logs: dict[str, float], *, scaled: bool) -> None:
+def _divergence(step: int, logs: dict[str, float], *, scaled: bool) -> JobFailure | None:
     # Loss scaling finds its scale by overflows: it skips such a step, and halves the scale.
     for name in ("loss",) if scaled else ("loss", "grad_norm"):
         if not math.isfinite(logs.get(name, 0.0)):
-            raise JobFailure(
+            return JobFailure(
                 Reason.diverged,
                 f"{name} became {logs[name]} at step {step}, so every later step would be wasted. Lower the learning "
                 "rate, add warmup steps, or use dtype fp32; earlier checkpoints are kept.",
             )
+    return None

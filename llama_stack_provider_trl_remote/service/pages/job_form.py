@@ -91,7 +91,7 @@ def job_of(fields: Mapping[str, str]) -> dict[str, Any]:
             data["train_on_input"] = True
     training: dict[str, Any] = {"n_epochs": 1, **_given_at(fields, *_TRAINING)}
     # As transformers reads its `warmup_steps`: a number below 1 is a share of the steps.
-    warmup = _WARMUP_RATIO if "." in fields.get("warmup", "") else _WARMUP_STEPS
+    warmup = _WARMUP_RATIO if _is_share(fields.get("warmup", "")) else _WARMUP_STEPS
     if optimizer := _given_at(fields, _WEIGHT_DECAY, warmup):
         training["optimizer_config"] = optimizer
     options: dict[str, Any] = _given(fields, *_OPTIONS, *(_SFT_OPTIONS if is_sft else ()))
@@ -111,6 +111,13 @@ def job_of(fields: Mapping[str, str]) -> dict[str, Any]:
         | ({"provider_options": options} if options else {})
     )
     return _merged(made, rest, "")
+
+
+def _is_share(text: str) -> bool:
+    try:
+        return 0 < float(text) < 1
+    except ValueError:
+        return False
 
 
 def fields_of(body: Mapping[str, Any], is_sft: bool) -> dict[str, str]:

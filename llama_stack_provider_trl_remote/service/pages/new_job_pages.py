@@ -86,6 +86,7 @@ async def new_job_page(
     if source:
         fields, problem = await asyncio.to_thread(_again, store, source, checkpoint)
     fields |= {name: value for name, value in given.items() if value}
+    fields["draft"] = f"{source} {checkpoint}".strip()
     if not source and _kind(fields) == "train":
         fields["model"] = model or await asyncio.to_thread(newest_model, store)
     return await _page(request, registry, store, settings, fields, problem=problem, source=source)
@@ -242,6 +243,7 @@ async def _page(
         rank=LORA_RANK,
         rates=rates_of(fields.get("method")),
         source=source,
+        posted=request.method == "POST",
         found=found,
         problem=problem,
         at=field_of(problem),

@@ -119,7 +119,7 @@ document.addEventListener("click", (event) => {
     parts.fetch();
   }
   // A row leads where its name does.
-  const link = event.target.closest("a, label, button") ? null : event.target.closest("tbody tr")?.querySelector("a.job");
+  const link = event.target.closest("a, label, button, .tick") ? null : event.target.closest("tbody tr")?.querySelector("a.job");
   if (link && !String(getSelection())) {
     if (event.ctrlKey || event.metaKey) open(link.href, "_blank", "noopener");
     else link.click();

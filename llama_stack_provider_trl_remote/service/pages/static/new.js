@@ -6,8 +6,8 @@ const form = document.getElementById("new-job");
 const live = document.getElementById("live");
 const queue = document.getElementById("queue");
 const address = new URLSearchParams(location.search);
-// Of one login, kind of job and job that is cloned.
-const draft = ["new-job", form.elements.form_token.value, form.elements.kind.value, address.get("from") ?? ""].join(" ");
+// Of one login, kind of job, and what the form began with.
+const draft = ["new-job", form.elements.form_token.value, form.elements.kind.value, form.elements.draft.value].join(" ");
 let timer = 0;
 let busy = false;
 let again = false;
@@ -24,14 +24,34 @@ function markPreset() {
   }
 }
 
+// Where the browser refuses storage, or has no room, nothing is kept.
 function keep() {
-  sessionStorage.setItem(draft, JSON.stringify([...new FormData(form)]));
+  try {
+    sessionStorage.setItem(draft, JSON.stringify([...new FormData(form)]));
+  } catch {
+    forget();
+  }
 }
 
-// What was filled in before the page was left; what the address names is newer.
+function forget() {
+  try {
+    sessionStorage.removeItem(draft);
+  } catch {}
+}
+
+function read() {
+  try {
+    return JSON.parse(sessionStorage.getItem(draft) ?? "[]");
+  } catch {
+    return [];
+  }
+}
+
+// What was filled in before the page was left; what the address names is newer, and so is a form that was sent.
 function restore() {
-  const kept = JSON.parse(sessionStorage.getItem(draft) ?? "[]").filter(([name]) => form.elements[name]?.type !== "hidden" && !address.has(name));
-  if (!kept.length || address.has("preset") || address.has("options")) return;
+  const kept = read().filter(([name]) => form.elements[name]?.type !== "hidden" && !address.has(name));
+  if ("posted" in form.dataset || !kept.length || address.has("preset") || address.has("options")) return;
+  for (const box of form.querySelectorAll("[type=checkbox]")) box.checked = false; // one that is not ticked is not sent
   for (const [name, value] of kept) {
     const field = form.elements[name];
     if (field?.type === "checkbox") field.checked = true;
@@ -40,8 +60,8 @@ function restore() {
   const said = document.getElementById("kept");
   said.hidden = false;
   said.querySelector("button").addEventListener("click", () => {
-    sessionStorage.removeItem(draft);
-    location.assign(location.href);
+    forget();
+    location.assign(`/new${location.search}`); // without a field's place, with which the page would not be loaded again
   });
 }
 
@@ -97,7 +117,7 @@ async function check() {
 restore();
 for (const act of [keep, soon, markPreset]) form.addEventListener("input", act);
 // Behind the question of early.js, to which the answer may be no.
-document.addEventListener("submit", (event) => event.defaultPrevented || event.submitter?.hasAttribute("formaction") || sessionStorage.removeItem(draft));
+document.addEventListener("submit", (event) => event.defaultPrevented || event.submitter?.hasAttribute("formaction") || forget());
 markPreset();
 mark();
 if (form.elements.model?.value && form.elements.dataset?.value) soon();
