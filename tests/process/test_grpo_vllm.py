@@ -205,6 +205,23 @@ def test_a_layer_of_the_adapter_that_vllm_has_not_fails_the_job(tmp_path: Path, 
     assert not [*spec.checkpoint_dir.glob("policy-*")]
 
 
+def test_an_adapter_that_a_full_disk_does_not_take_leaves_nothing_behind(
+    tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    plays(tmp_path)
+    monkeypatch.setattr(vllm_policy, "save_file", fail)
+    spec = job(tmp_path, python, lora=LORA)
+    status, events = run(tmp_path / "run", spec.changed(method=of_adapter(spec)))
+    (failed,) = of_kind(events, Failed)
+    assert status == 1
+    assert os.strerror(errno.ENOSPC) in failed.message
+    assert spec.checkpoint_dir.is_dir()
+    assert not [*spec.checkpoint_dir.glob("policy-*")]
+
+
 def test_a_job_that_continues_has_the_answers_and_weights_of_an_undisturbed_one(tmp_path: Path, python: Path) -> None:
     spec = job(tmp_path, python, n_epochs=4)
     status, events = run(tmp_path / "whole", spec)
