@@ -304,7 +304,8 @@ def build_trainer(
         peft_config=None if policy.continued else policy.adapters,
     )
     trainer.keeps_gathered = choose_answer_weights(spec, memory)
-    kept_attention = kept_in(spec, device.type, unkept) if spec.compute.gradient_checkpointing else ""
+    implementation = policy.model.config._attn_implementation
+    kept_attention = kept_in(spec, device.type, unkept, implementation) if spec.compute.gradient_checkpointing else ""
     return BuiltTrainer(
         *(trainer, data, policy, memory, head_kernels, padding_free, prompts.ids, merged, repeats), kept_attention
     )

@@ -221,8 +221,9 @@ def choose_kept_attention(spec: JobSpec, device: str, verdict: dict[str, Any] | 
 
 
 def answers_by_freed_blocks(spec: JobSpec) -> bool:
-    """Whether a model that frees its blocks after each forward answers prompts while it trains."""
-    return frees_blocks(spec) and (spec.method.answer_tokens is not None or spec.train.samples is not None)
+    """Whether a model that frees its blocks after each forward answers prompts while it trains, in place of vLLM."""
+    answers = spec.method.answer_tokens is not None and spec.method.answered_by_vllm is None
+    return frees_blocks(spec) and (answers or spec.train.samples is not None)
 
 
 def _holds_gathered(spec: JobSpec, batch: Batch, device: str, capacity: Capacity) -> bool:

@@ -34,7 +34,7 @@ from .distributed import ranks
 from .distributed.heartbeat import heartbeat
 from .distributed.peers import connected_peers
 from .distributed.replicas import Heartbeats
-from .fast.compiled import compiler_failures
+from .fast.compiled import compiler_failures, why_eager
 from .model.loading import choose_device, load_adapter
 from .model.positions import within_positions
 from .model.saving import exports
@@ -194,7 +194,9 @@ def _score_reference(run: Run) -> bool:
         return True
     should_stop = lambda: run.callback.decide() is Decision.stop  # noqa: E731
     # Blocks are compiled for the first batch of a training, whose kernels are to be those of its resumed attempts.
-    with torch.compiler.set_stance("force_eager"):
+    # Without any the compiler is not imported, which takes 1 s and 147 MiB in each rank.
+    is_eager = bool(why_eager(run.spec, run.trainer.args.device.type))
+    with nullcontext() if is_eager else torch.compiler.set_stance("force_eager"):
         record = Precomputation(run.trainer, run.writer.heartbeat, should_stop).run()
     run.callback.effective["reference"] = record
     return record is not None

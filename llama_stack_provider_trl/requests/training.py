@@ -104,6 +104,8 @@ def _refuse_kept_attention(options: ProviderOptions, *, is_recomputed: bool) -> 
     name = options.attn_implementation
     if value == "always" and name not in (None, "sdpa"):
         raise InvalidRequest(field, value, f"attn_implementation {name!r} is none of torch's operators; send 'sdpa'")
+    if value == "always" and options.compile_blocks == "always":
+        raise InvalidRequest(field, value, "compile_blocks 'always' computes attention again; send one of them")
 
 
 def resolve_liger(options: ProviderOptions, device: str, other_device: str = "") -> str:

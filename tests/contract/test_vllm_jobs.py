@@ -6,7 +6,6 @@ Without `TRL_VLLM_PYTHON`, an interpreter that has vLLM (its CPU build where the
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -18,11 +17,9 @@ from tests.contract.generate_requests import GENERATE, answers_of, request
 from tests.contract.payloads import LORA, QUESTIONS, sft
 from tests.contract.service import running
 from tests.contract.stack import DPO, SFT, Json
-from tests.played_vllm import played_vllm
+from tests.played_vllm import REAL, played_vllm, saved
 from tests.required import in_full
-from tests.tiny import VOCABULARY, save_llama, tiny_tokenizer
 
-REAL = os.environ.get("TRL_VLLM_PYTHON")
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(1800 if REAL else 400)]
 EVALUATE = "/post-training/evaluate"
 
@@ -30,14 +27,6 @@ EVALUATE = "/post-training/evaluate"
 class VllmService(CrashingService):
     patience = 900.0 if REAL else CrashingService.patience
     """vLLM itself takes 20 s to start on 2 quiet cores."""
-
-
-def saved(path: Path, *, tied: bool) -> str:
-    """A model whose heads are as large as vLLM's kernels for the CPU need them."""
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
-    more = {"tie_word_embeddings": True} if tied else {}
-    save_llama(path, tiny_tokenizer(), vocab_size=VOCABULARY, max_position_embeddings=512, **sizes, **more)
-    return str(path)
 
 
 @pytest.fixture(scope="module")

@@ -486,6 +486,14 @@ def test_a_training_that_keeps_outputs_of_attention_has_the_bits_of_one_that_doe
     assert effective(made["never"])["kept_attention"] == "not used: keep_attention is 'never'"
 
 
+def test_a_model_whose_own_attention_is_not_torchs_operator_keeps_no_outputs_of_it(tmp_path: Path) -> None:
+    changes = {"keep_attention": "always", "gradient_checkpointing": True, "max_steps_per_epoch": 1}
+    status, events = run(tmp_path, job_spec(tmp_path, tiny_decoder("gpt_oss"), **changes))
+    assert status == 0, [failed.message for failed in of_kind(events, Failed)]
+    assert effective(events)["attention"] == "eager"
+    assert effective(events)["kept_attention"] == "not used: the attention of the model is 'eager'"
+
+
 def test_a_second_forward_in_a_step_finds_weights_that_are_cast_already(tmp_path: Path) -> None:
     spec = job_spec(tmp_path, tmp_path, gradient_checkpointing=True, keep_attention="always")
     layer = torch.nn.Linear(16, 16)
@@ -575,7 +583,9 @@ def test_outputs_of_attention_are_counted_and_kept_where_they_fit(tmp_path: Path
         assert choose_kept_attention(of(option), "cuda", found).compute.keep_attention == chosen
     assert found["nearest"]["changes"] == {"provider_options.keep_attention": "never"}
     unknown = choose_kept_attention(of("auto"), "cuda", None)
-    assert kept_attention.described(unknown, "cuda", of("auto")) == "not used: its device does not have the memory"
+    assert (
+        kept_attention.described(unknown, "cuda", of("auto"), "sdpa") == "not used: its device does not have the memory"
+    )
     unchecked = [one.model_copy(update={"preflight": "off"}) for one in (unknown, of("auto"))]
-    why = kept_attention.described(unchecked[0], "cuda", unchecked[1])
+    why = kept_attention.described(unchecked[0], "cuda", unchecked[1], "sdpa")
     assert why == "not used: the memory of the job is not estimated"

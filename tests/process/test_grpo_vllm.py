@@ -1,7 +1,8 @@
 """GRPO whose answers vLLM computes: the correction is TRL's, every step's weights are sent, and it fails as it should.
 
 CI compares two modes of the correction; `TRL_TESTS=full` compares all for 20 steps. Something plays vLLM
-(tests/played_vllm); tests/contract/test_vllm_jobs.py has the real one.
+(tests/played_vllm); where `TRL_VLLM_PYTHON` names an interpreter with the real one, that reads adapters.
+tests/contract/test_vllm_jobs.py has jobs of the service with it.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec
 from llama_stack_provider_trl.specs.methods import GrpoSpec, VllmSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
 from llama_stack_provider_trl.system.process import alive, identify
-from tests.played_vllm import played_vllm
+from tests.played_vllm import REAL, played_vllm, saved
 from tests.process.grpo_jobs import DIGITS, LETTER, MORE, ROWS, STEPS, given_answers, metric, spec_of, trl_history
 from tests.process.waiting import until
 from tests.required import FULL
 from tests.tiny import tiny_model
 from tests.training import LORA, of_kind, run
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900 if REAL else 300)]
 MODES: dict[str, dict[str, Any]] = {
     "sequence_mask": {},
     "token_truncate": {"importance_sampling_clip_max": 1.5, "importance_sampling_clip_min": 0.6},
@@ -176,13 +177,15 @@ ALONE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ALONE)
 def test_an_adapter_alone_is_sent_and_vllm_has_the_log_probabilities_of_training(tmp_path: Path, name: str) -> None:
-    """What answers reads the files with PEFT: a tensor that is missing, another scale or an adapter of the step before
-    has other log-probabilities."""
+    """What plays vLLM reads the files with PEFT: a tensor that is missing, another scale or an adapter of the step
+    before has other log-probabilities."""
     plays(tmp_path)
     changes = dict(ALONE[name])
-    spec = job(tmp_path, played_vllm(tmp_path, torch=True), lora=changes.pop("lora", LORA), n_epochs=3)
+    python = Path(REAL) if REAL else played_vllm(tmp_path, torch=True)
+    spec = job(tmp_path, python, lora=changes.pop("lora", LORA), n_epochs=3, max_seq_length=256)
+    model = saved(tmp_path / "llama", tied=False) if REAL else spec.source.model
     method = of_adapter(spec).model_copy(update=changes)
-    status, events = run(tmp_path / "run", spec.changed(method=method))
+    status, events = run(tmp_path / "run", spec.changed(method=method, model=model))
     assert status == 0, [event.message for event in of_kind(events, Failed)]
     assert_answered_by_the_policy(events)
     assert not [*spec.checkpoint_dir.glob("policy-*")]
@@ -202,6 +205,23 @@ def test_a_layer_of_the_adapter_that_vllm_has_not_fails_the_job(tmp_path: Path, 
     (failed,) = of_kind(events, Failed)
     assert (status, failed.reason) == (1, Reason.invalid_model)
     assert re.search(r"lacks 1 layers .*layers\.1\.self_attn\.q_proj.*vllm_sync", failed.message), failed.message
+    assert not [*spec.checkpoint_dir.glob("policy-*")]
+
+
+def test_an_adapter_that_a_full_disk_does_not_take_leaves_nothing_behind(
+    tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    plays(tmp_path)
+    monkeypatch.setattr(vllm_policy, "save_file", fail)
+    spec = job(tmp_path, python, lora=LORA)
+    status, events = run(tmp_path / "run", spec.changed(method=of_adapter(spec)))
+    (failed,) = of_kind(events, Failed)
+    assert status == 1
+    assert os.strerror(errno.ENOSPC) in failed.message
+    assert spec.checkpoint_dir.is_dir()
     assert not [*spec.checkpoint_dir.glob("policy-*")]
 
 

@@ -506,7 +506,12 @@ def test_blocks_stay_gathered_for_answers_where_the_whole_model_fits(tmp_path: P
         assert verdict["answer_weights"] == expected
         assert choose_answer_weights(spec, verdict) is (expected == "kept")
     assert not choose_answer_weights(spec, None)
-    for change in ({"samples": None}, {"sharding": NO_SHARD}, {"sharding": ShardingSpec(strategy="SHARD_GRAD_OP")}):
+    rewards = (RewardSource(name="a", check=AnswerCheck(type="regex", pattern="a")),)
+    of_vllm = {"method": GrpoSpec(rewards=rewards, vllm=VllmSpec(python=tmp_path)), "samples": None}
+    sharding: Any
+    for sharding in (NO_SHARD, ShardingSpec(strategy="SHARD_GRAD_OP")):
+        assert "answer_weights" not in check(spec.changed(sharding=sharding), batch, "cuda", Capacity(int(needed)))
+    for change in ({"samples": None}, of_vllm):
         assert "answer_weights" not in check(spec.changed(**change), batch, "cuda", Capacity(int(needed)))
 
 

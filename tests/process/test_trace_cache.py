@@ -262,6 +262,13 @@ def test_another_model_under_the_same_name_has_another_key(tmp_path: Path, make:
     assert len({*before, *after}) == 4
 
 
+def test_devices_on_which_attention_is_kept_and_computed_again_have_two_keys(tmp_path: Path) -> None:
+    spec = job(tmp_path, "recomputed")
+    for option, expected in (("always", 2), ("never", 1)):
+        kept = spec.changed(keep_attention=option)
+        assert len({key_of(kept, BATCH, device) for device in ("cpu", "mps")}) == expected
+
+
 def test_another_device_kernel_package_release_or_variable_has_another_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,13 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return played_vllm(tmp_path)
 
 
+OF_TORCHRUN = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    *("GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"),
+)
+
+
 def answerer_of(root: Path, python: Path, model: Path | None = None, batch: int = 4, **changes: Any) -> VllmAnswerer:
     rows = DatasetRef(dataset_id="r", path=root / "r", sha256="", num_rows=3)
     spec = JobSpec.of(
@@ -124,19 +131,23 @@ def test_a_batch_may_be_larger_than_what_vllm_has_in_progress(tmp_path: Path, py
         assert len(answerer.answer(PROMPTS * 2500, [random.Random("a")] * 5000, lambda: None)) == 5000
 
 
-def test_modules_of_our_own_interpreter_are_not_those_of_vllms(
+def test_vllm_gets_neither_the_modules_of_our_own_interpreter_nor_the_ranks_of_torchrun(
     tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = tmp_path / "seen"
     wrapper = tmp_path / "observed"
-    wrapper.write_text(f'#!/bin/sh\necho "$PYTHONPATH$PYTHONHOME" >> {seen}\nunset PYTHONHOME\nexec {python} "$@"\n')
+    wrapper.write_text(f'#!/bin/sh\nenv >> {seen}\nunset PYTHONHOME\nexec {python} "$@"\n')
     wrapper.chmod(0o755)
-    monkeypatch.setenv("PYTHONPATH", "/ours")
-    monkeypatch.setenv("PYTHONHOME", "/ours")
+    for name in ("PYTHONPATH", "PYTHONHOME"):
+        monkeypatch.setenv(name, "/ours")
     assert check_vllm(wrapper) == "vllm 0.1"
+    for name in OF_TORCHRUN:
+        monkeypatch.setenv(name, "True")
     with answerer_of(tmp_path, wrapper) as answerer:
         answerer.prepare(PROMPTS)
-    assert seen.read_text() == "\n\n"
+    names = [line.partition("=")[0] for line in seen.read_text().splitlines()]
+    assert names.count("TRL_FAULTS") == 2
+    assert not {"PYTHONPATH", "PYTHONHOME", *OF_TORCHRUN} & {*names}
 
 
 def test_vllm_that_closes_its_output_and_does_not_end_is_killed(

@@ -303,6 +303,7 @@ def test_what_needs_cuda_is_refused_elsewhere_with_the_nearest(settings: Setting
         (False, {"keep_attention": "always"}, "no activations are computed again; set enable_activation_checkpointing"),
         (False, {"keep_attention": "never"}, "no activations are computed again"),
         (True, {"keep_attention": "always", "attn_implementation": "eager"}, "'eager' is none of torch's operators"),
+        (True, {"keep_attention": "always", "compile_blocks": "always"}, "computes attention again; send one of them"),
     ],
 )
 def test_attention_is_kept_where_blocks_are_computed_again_by_torchs_operators(

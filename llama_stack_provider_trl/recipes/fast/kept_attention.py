@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from ...specs.job import JobSpec
+from .attention import NAME
 from .compiled import why_eager
 from .mlp import LONG
 
@@ -53,7 +54,7 @@ def why_not_kept(spec: JobSpec, device: str) -> str:
         return f"rows have at most {spec.data.max_seq_length:,} tokens"
     if spec.compute.attn_implementation not in (None, "sdpa"):
         return f"attn_implementation is {spec.compute.attn_implementation!r}"
-    return "" if why_eager(spec, device) else "blocks are compiled"
+    return "" if why_eager(spec, device) else "compile_blocks is 'always'"
 
 
 def chooses_to_keep(spec: JobSpec, device: str) -> bool:
@@ -70,15 +71,18 @@ def checkpoint_arguments(spec: JobSpec, device: str) -> dict[str, Any]:
     return arguments
 
 
-def described(spec: JobSpec, device: str, requested: JobSpec) -> str:
+def described(spec: JobSpec, device: str, requested: JobSpec, implementation: str) -> str:
     """What is kept, for the job's record.
 
     Args:
         spec: as this attempt trains it.
         requested: the same before the memory estimate decided.
+        implementation: of the attention of its model, once that is loaded.
     """
     if reason := why_not_kept(requested, device):
         return f"not used: {reason}"
+    if not implementation.startswith((NAME, "sdpa")):
+        return f"not used: the attention of the model is {implementation!r}"
     if spec.compute.keep_attention == "always":
         return KEPT
     why = "the memory of the job is not estimated" if spec.preflight == "off" else "its device does not have the memory"

@@ -30,6 +30,7 @@ from ...specs.job import JobSpec
 from ...specs.model_source import ModelSource
 from ...system.files import atomic_write, read_regular
 from ...system.texts import json_digest
+from ..fast.kept_attention import checkpoint_arguments
 from ..fast.mlp import why_whole
 from ..model.adapters import continues, has_reference_adapter
 from ..model.files import stored_dtype
@@ -173,6 +174,7 @@ def _inputs(spec: JobSpec, batch: Batch, kind: str) -> dict[str, Any]:
         "on_cuda": kind == "cuda",
         # By the longest rows that a job may have, whose number moves nothing else.
         "tiles": not why_whole(spec, kind),
+        "keeps_attention": "context_fn" in checkpoint_arguments(spec, kind),
         "computes_in_torch": computes_in_torch(),
         "dtype": str(torch.get_default_dtype()),
         # Libraries choose kernels for GPUs where one is visible, whatever the job's device is.

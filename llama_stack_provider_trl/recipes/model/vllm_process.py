@@ -34,6 +34,9 @@ _ENVIRONMENT = {
 }
 _ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 """Of the allocator of training: vLLM cannot release a device's memory with segments that expand."""
+_OF_TORCHRUN = (*ranks.VARIABLES, "TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_ADDR", "MASTER_PORT")
+"""How names of variables begin with which a process is one of several ranks. vLLM opens a process group of its own, and
+would wait for a server that torchrun is said to have started."""
 _END_SECONDS = 20.0
 _NO_MEMORY = (
     "out of memory",
@@ -135,9 +138,12 @@ class VllmProcess:
         if self._device.type == "cuda" and self._device.index is not None:
             visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
             given["CUDA_VISIBLE_DEVICES"] = visible[self._device.index] if visible else str(self._device.index)
-        hidden = _ALLOCATOR.union(ranks.VARIABLES)  # vLLM would take itself for one of several ranks
-        own = {name: value for name, value in without_modules(os.environ).items() if name not in hidden}
-        return {**own, **_ENVIRONMENT, **given}
+        inherited = {
+            name: value
+            for name, value in without_modules(os.environ).items()
+            if name not in _ALLOCATOR and not name.startswith(_OF_TORCHRUN)
+        }
+        return {**inherited, **_ENVIRONMENT, **given}
 
     def _exchanged(self, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Send a message; yields the program's own until it ends."""

@@ -206,9 +206,13 @@ class _AdapterFiles(_Transport):
         """Write the adapter; it is removed before the kernel writes it to the disk. Returns its directory."""
         # After a kill `system.files.remove_leftovers` removes it.
         directory = tempfile.mkdtemp(".tmp", f"policy-{self._version}-", self._directory)
-        self._model.peft_config[DEFAULT].save_pretrained(directory)
-        state = get_peft_model_state_dict(self._model, state, DEFAULT, save_embedding_layers=False)
-        save_file({name: weight.contiguous() for name, weight in state.items()}, Path(directory, ADAPTER_WEIGHTS))
+        try:
+            self._model.peft_config[DEFAULT].save_pretrained(directory)
+            state = get_peft_model_state_dict(self._model, state, DEFAULT, save_embedding_layers=False)
+            save_file({name: weight.contiguous() for name, weight in state.items()}, Path(directory, ADAPTER_WEIGHTS))
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
         return directory
 
 
