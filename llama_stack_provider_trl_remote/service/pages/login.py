@@ -23,7 +23,7 @@ from .route import PageRoute
 
 router = Routes(PageRoute, include_in_schema=False)
 
-_MOST_FIELDS = 30
+_MOST_FIELDS = 60
 _SHORT = 64 << 10
 """Characters of a form that is read at once; others take longer than the event loop may."""
 _OWN_PATH = re.compile(r"/(?![/\\])[!-\[\]-~]*")
