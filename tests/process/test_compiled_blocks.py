@@ -196,6 +196,7 @@ def test_compiled_blocks_have_eager_losses_no_graph_per_shape_and_the_same_bits_
             id="dpo-full-checkpointing",
         ),
         *in_full(
+            pytest.param("dpo", "SHARD_GRAD_OP", {"lora": LORA, "fuse_lora": "always"}, id="dpo-grad-op"),
             pytest.param("sft", "FULL_SHARD", {"lora": LORA, "fuse_lora": "always"}, id="sft-full-lora"),
             pytest.param("sft", "FULL_SHARD", {"gradient_accumulation_steps": 2}, id="sft-full"),
             pytest.param("sft", "SHARD_GRAD_OP", {}, id="sft-grad-op"),

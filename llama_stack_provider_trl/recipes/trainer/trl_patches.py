@@ -393,11 +393,18 @@ class _WithCache:
         return getattr(self._module, name)
 
 
-def without_adapter(model: Any) -> AbstractContextManager[Any]:
-    """While this is open, a PEFT model computes as its base model."""
-    from trl.trainer.utils import use_adapter
+@contextmanager
+def without_adapter(model: Any) -> Iterator[None]:
+    """While this is open, a PEFT model computes as its base model.
 
-    return use_adapter(model, adapter_name=None)
+    PEFT's `disable_adapter` also changes which parameters have a gradient. Under FSDP2 a module has those that are
+    gathered or those of the shards: where a forward gathers them meanwhile, the shards would stay without one.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    with _set_on_layers(model, (BaseTunerLayer, AuxiliaryTrainingWrapper), "_disable_adapters", True):
+        yield
 
 
 @contextmanager
@@ -408,15 +415,21 @@ def with_adapter(model: Any, name: str) -> Iterator[None]:
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
-    active = [layer._active_adapter for layer in layers]
+    with _set_on_layers(model, (BaseTunerLayer,), "_active_adapter", [name]):
+        yield
+
+
+@contextmanager
+def _set_on_layers(model: Any, kinds: tuple[type, ...], attribute: str, value: Any) -> Iterator[None]:
+    layers = [layer for layer in model.modules() if isinstance(layer, kinds)]
+    before = [getattr(layer, attribute) for layer in layers]
     try:
         for layer in layers:
-            layer._active_adapter = [name]
+            setattr(layer, attribute, value)
         yield
     finally:
-        for layer, before in zip(layers, active, strict=True):
-            layer._active_adapter = before
+        for layer, own in zip(layers, before, strict=True):
+            setattr(layer, attribute, own)
 
 
 class PreparedDatasets:
