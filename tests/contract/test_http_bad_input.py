@@ -596,6 +596,7 @@ def test_a_server_reports_why_it_cannot_start_on_a_read_only_data_directory(
 REFUSED = {
     "half-weights": "model.safetensors in that directory is cut off, it has",
     "random-weights": "model.safetensors in that directory is no safetensors file, it begins with",
+    "no-tokenizer": "it has no file of a tokenizer, such as tokenizer.json: download it",
     "no-weights": "it has no file of weights, expected one of model.safetensors, ",
     "no-json": "config.json in that directory cannot be read, it is no JSON",
 }

@@ -62,6 +62,7 @@ def test_an_export_of_an_unmapped_model_is_refused_before_the_model_is_trained(
     config = {"model_type": model_type, "architectures": [architecture]}
     (base := tmp_path / "checkpoints" / "base").mkdir(parents=True)
     (base / "config.json").write_text(json.dumps(config))
+    (base / "tokenizer.json").write_text("{}")
     (base / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     tune, further = job(model=str(base)), job(model="job:tune")
     for jobs, model, target in (
