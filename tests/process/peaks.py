@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llama_stack_provider_trl.recipes.memory import trace as memory
-from llama_stack_provider_trl.recipes.model.fsdp import mixed_precision
+from llama_stack_provider_trl.recipes.model.fsdp import blocks_of, mixed_precision
 from llama_stack_provider_trl.specs.job import JobSpec
 
 
@@ -48,7 +48,7 @@ def sharded_peak(spec: JobSpec, batch: memory.Batch) -> int:
             options = {"mesh": mesh, "mp_policy": mixed_precision(torch.bfloat16)}
             inputs, head = model.get_input_embeddings(), model.get_output_embeddings()
             is_tied = inputs.weight is head.weight
-            for _, block in memory._blocks(model):
+            for block in blocks_of(model).values():
                 fully_shard(block, reshard_after_forward=not keeps, **options)
             if not is_tied:
                 fully_shard(inputs, reshard_after_forward=not keeps, **options)

@@ -90,7 +90,7 @@ def test_factors_are_of_inputs_in_mlp_blocks_and_of_outputs_elsewhere() -> None:
 
 
 def test_a_model_without_attention_names_the_linear_modules_that_it_has() -> None:
-    assert "Its linear modules are: dt_proj, in_proj, out_proj, x_proj." in refusal(mamba(), "q_proj", "v_proj")
+    assert "Its linear modules are: dt_proj, in_proj, out_proj, x_proj;" in refusal(mamba(), "q_proj", "v_proj")
 
 
 def test_modules_of_mamba_that_peft_cannot_adapt_are_refused_by_name() -> None:

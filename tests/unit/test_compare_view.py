@@ -39,7 +39,13 @@ def test_runs_are_sorted_by_a_column_and_the_address_keeps_what_was_chosen() -> 
 
 
 def test_settings_are_beside_each_other_and_those_that_differ_are_known() -> None:
-    one = [Setting("job_uuid", "one", ""), Setting("seed", "1", ""), Setting("batch", "4", "2"), Setting("lr", "1", "")]
+    one = [
+        Setting("job_uuid", "one", ""),
+        Setting("memory.estimate_bytes", "", "1"),
+        Setting("seed", "1", ""),
+        Setting("batch", "4", "2"),
+        Setting("lr", "1", ""),
+    ]
     other = [
         Setting("job_uuid", "two", ""),
         Setting("seed", "1", ""),

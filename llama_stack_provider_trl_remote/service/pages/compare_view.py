@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -25,6 +26,8 @@ RESULT = "result."
 """Beginning of the settings that are the result of a job which does not train."""
 _OF_EVERY_JOB = ("job_uuid", "checkpoint_dir", "output_name", "run_dir")
 """Settings that differ between any two jobs."""
+_FOUND = re.compile(r"token_cache\..*|memory\..*_bytes")
+"""What a training has reported of itself and nobody has set."""
 
 
 Order = Literal[
@@ -152,7 +155,7 @@ def compared(jobs: Sequence[Sequence[Setting]]) -> list[ComparedSetting]:
     """The settings of some jobs beside each other, in the order in which they are first found."""
     found = [{one.name: one.reported or one.submitted for one in job} for job in jobs]
     named = (name for job in found for name in job if not name.startswith(RESULT))
-    names = dict.fromkeys(name for name in named if name not in _OF_EVERY_JOB)
+    names = dict.fromkeys(name for name in named if name not in _OF_EVERY_JOB and not _FOUND.fullmatch(name))
     return [ComparedSetting(name, [job.get(name, "") for job in found]) for name in names]
 
 
