@@ -148,11 +148,11 @@ TAKES: dict[tuple[str, str], Takes] = {
     ("POST", "/data/delete"): Takes(),
     ("POST", "/data/upload"): Takes(),
     **{("GET", path): Takes(work=True) for path in ("/data/rows", "/answers")},
-    ("POST", "/new"): _texts("system_prompt", work=True),
+    ("POST", "/new"): _texts("system_prompt", "draft", work=True),
     ("GET", "/playground/prompt"): Takes(work=True),
     ("POST", "/playground/answers"): _texts("messages", "tools", "stop"),
     ("POST", "/playground/votes"): _texts("messages", "tools", "chosen", "rejected", work=True),
-    ("POST", "/new/check"): _texts("system_prompt", work=True),
+    ("POST", "/new/check"): _texts("system_prompt", "draft", work=True),
 }
 """(method, path without its version) -> what it takes."""
 

@@ -13,6 +13,7 @@ from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import requests
 
@@ -30,13 +31,14 @@ from llama_stack_provider_trl.specs.serving import (
     ServeRequest,
 )
 from llama_stack_provider_trl.system.offload import CostlyWork, serving
+from llama_stack_provider_trl.system.process import tasks_below
 from llama_stack_provider_trl_remote.service.serving.chats import Chats
 from llama_stack_provider_trl_remote.service.serving.served import Served
 from llama_stack_provider_trl_remote.service.serving.serving import Serving
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.contract.payloads import LORA, QUESTIONS, sft
 from tests.contract.service import running_service
-from tests.contract.stack import SFT
+from tests.contract.stack import SFT, poll
 from tests.tiny import tiny_model
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(120)]
@@ -263,9 +265,17 @@ def test_a_chat_template_that_does_not_end_stops_its_own_jobs_and_chats_only(tmp
             body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 2}
             return service.post("/chat/completions", body, prefix="/openai/v1")
 
+        def spent() -> float:
+            """CPU seconds of the processes that answer chats."""
+            left = tasks_below(service.data_dir / "serving").values()
+            return sum(sum(psutil.Process(one.pid).cpu_times()[:2]) for each in left for one in each)
+
         assert chat("ft:harmless", "fine").status_code == 200
+        before = spent()
         with ThreadPoolExecutor() as pool:
             boom = pool.submit(chat, "ft:harmless", "boom")
+            # One that is being answered when the process ends gets a 503.
+            poll(lambda: spent() > before + 1, "the template is computed", timeout=60)
             others = [pool.submit(chat, str(tiny_model()), "fine") for _ in range(2)]
             assert (boom.result().status_code, boom.result().json()["error"]["message"]) == (400, UNENDED)
             assert {other.result().status_code for other in others} == {200}
