@@ -111,6 +111,9 @@ class LlamaStack:
         except StackRefusal as error:
             if error.status in (404, 405):
                 return None
+            # Its refresh of the provider's models may have listed it since.
+            if (name := await self._listed(provider, model)) is not None:
+                return name
             raise
 
     async def _chat(self, name: str) -> None:

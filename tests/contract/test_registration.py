@@ -12,6 +12,7 @@ import requests
 import yaml
 
 from llama_stack_provider_trl_remote.cli.main import main
+from llama_stack_provider_trl_remote.llama_stack import LlamaStack as LlamaStackClient
 from tests.contract.external import ExternalStack
 from tests.contract.payloads import LORA, PAIRS, QUESTIONS, sft
 from tests.contract.service import TrainingService, running_service
@@ -87,6 +88,21 @@ def test_a_result_answers_in_llama_stack_and_registering_it_again_changes_nothin
     if found["listed"]:
         listed = stack.get("/models").json()["data"]
         assert "trl/ft:tuned" in [row.get("identifier") or row["id"] for row in listed]
+
+
+def test_a_model_that_the_stack_itself_lists_meanwhile_is_registered(
+    service: TrainingService, stack: LlamaStack, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its refresh comes between the reading of its list and the registration."""
+    assert register(service, capsys, "tuned", "--stack", stack.url)[0] == 0
+    listed, looks = LlamaStackClient._listed, iter([False])
+
+    async def late(self: LlamaStackClient, provider: str, model: str) -> str | None:
+        return await listed(self, provider, model) if next(looks, True) else None
+
+    monkeypatch.setattr(LlamaStackClient, "_listed", late)
+    assert register(service, capsys, "tuned", "--stack", stack.url)[::2] == (0, "")
+    assert next(looks, True), "the list was read"
 
 
 def test_what_is_missing_is_said_in_one_sentence(
