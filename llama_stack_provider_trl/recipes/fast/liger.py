@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ...specs.job import JobSpec
 from ...system.compiler import missing_compiler
+from ..model.fsdp import blocks_of
 from ..model.quantization import library
 from .compiled import why_eager
 
@@ -57,8 +58,7 @@ def use_liger(model: PreTrainedModel, spec: JobSpec, device: str) -> str:
     if reason := why_not_liger(spec, device) or _why_model(model):
         return f"not used: {reason}"
     kernels = library("liger_kernel.ops", "liger_kernels 'always'", "liger")
-    names = set(model._no_split_modules or ())
-    blocks: list[Any] = [module for module in model.modules() if type(module).__name__ in names]
+    blocks: list[Any] = list(blocks_of(model).values())
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = partial(_norm, kernels, module)
