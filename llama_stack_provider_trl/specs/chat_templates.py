@@ -13,9 +13,10 @@ NAMED = {"chatml": CHATML}
 RENDER_SECONDS = 10.0
 """Of CPU time that one text may take. The templates of known models take a millisecond for a usual conversation."""
 UNENDED = (
-    f"a chat template did not end within {RENDER_SECONDS:g} s of CPU time, and its process with it: it computes with "
-    "huge numbers or texts in a single step. Correct the template: that of the model's tokenizer files "
-    "(chat_template.jinja, or chat_template in tokenizer_config.json), or the provider option chat_template"
+    f"a chat template, or the tokenizer, did not end within {RENDER_SECONDS:g} s of CPU time, and its process with it: "
+    "the template computes with huge numbers or texts in a single step, or tokenizer.json has a costly regular "
+    "expression. Correct the files of the model's tokenizer (chat_template.jinja, or chat_template in "
+    "tokenizer_config.json; tokenizer.json), or the provider option chat_template"
 )
 """Why a process has ended by the signal of `system.cpu_timer`."""
 OF_TRL = (

@@ -1,20 +1,21 @@
-"""Has the kernel end this process where one of its threads takes too much CPU time, whatever that thread does.
+"""Has the kernel end this process where one of its threads, or all of them, take too much CPU time, whatever they do.
 
 An exception that is raised in a thread, and the handler of a signal, wait for its next bytecode: one call of C code,
 such as the division of two numbers of a million digits, ends years later, and holds the interpreter's lock meanwhile.
-Only the default action of a signal ends it. Linux only: elsewhere there is no timer of a thread's CPU time.
+Only the default action of a signal ends it. Linux only: elsewhere there is no timer of CPU time.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import sys
 from functools import cache
 
 ENDED_BY = signal.SIGVTALRM
 """The signal whose default action ends the process: nothing else here sends it."""
-_CLOCK_THREAD_CPUTIME_ID = 3
+_CLOCK_PROCESS_CPUTIME_ID, _CLOCK_THREAD_CPUTIME_ID = 2, 3
 _SIGEV_SIGNAL = 0
 
 
@@ -39,15 +40,21 @@ class _TimerSpec(ctypes.Structure):
 class CpuTimer:
     """Ends this process after so many seconds of CPU time of the thread that creates it, unless `cancel` is called
     before, or nothing refers to it any more. A fork has no timers. Raises OSError: the kernel has none left for this
-    user."""
+    user.
 
-    def __init__(self, seconds: float) -> None:
+    Args:
+        of_all: of all threads, as many times as many seconds as there are cores: others may compute meanwhile.
+    """
+
+    def __init__(self, seconds: float, *, of_all: bool = False) -> None:
         self._timer: ctypes.c_void_p | None = None
         if (library := _library()) is None:
             return
         timer = ctypes.c_void_p()
         event = _SigEvent(signo=ENDED_BY, notify=_SIGEV_SIGNAL)
-        if library.timer_create(_CLOCK_THREAD_CPUTIME_ID, ctypes.byref(event), ctypes.byref(timer)):
+        clock = _CLOCK_PROCESS_CPUTIME_ID if of_all else _CLOCK_THREAD_CPUTIME_ID
+        seconds *= (os.cpu_count() or 1) if of_all else 1
+        if library.timer_create(clock, ctypes.byref(event), ctypes.byref(timer)):
             raise OSError(ctypes.get_errno(), "no timer of CPU time can be created")
         self._timer = timer
         wanted = _TimerSpec(value_s=int(seconds), value_ns=int(seconds % 1 * 1e9) or 1)
@@ -58,6 +65,12 @@ class CpuTimer:
         if self._timer is not None and (library := _library()) is not None:
             library.timer_delete(self._timer)
             self._timer = None
+
+    def __enter__(self) -> None:
+        """End the process where the block does not end in time."""
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
 
     def __del__(self) -> None:
         """One that an exception has kept from being cancelled would end the process later."""

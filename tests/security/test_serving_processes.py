@@ -17,6 +17,7 @@ import psutil
 import pytest
 import requests
 
+from llama_stack_provider_trl.errors import NotServed
 from llama_stack_provider_trl.launch.base import Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.specs.chat_templates import CHATML, UNENDED
 from llama_stack_provider_trl.specs.model_source import ModelSource
@@ -54,6 +55,7 @@ class PlayedLauncher:
     def __init__(self, answer: Callable[[socket.socket, ServeRequest], None]) -> None:
         self._answer, self._ended = answer, threading.Event()
         self._listener = socket.socket(socket.AF_UNIX)
+        self._connections: list[socket.socket] = []
 
     def start(self, task: TaskSpec) -> None:
         directory = os.open(task.run_dir, os.O_RDONLY)  # the whole path may be too long for a socket
@@ -66,6 +68,7 @@ class PlayedLauncher:
         with suppress(OSError):
             while True:
                 connection, _ = self._listener.accept()
+                self._connections.append(connection)
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
@@ -82,6 +85,9 @@ class PlayedLauncher:
     def cancel(self, task: TaskSpec) -> None:
         self._ended.set()
         self._listener.close()
+        for connection in self._connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def serving_of(root: Path, launcher: PlayedLauncher, **settings: Any) -> Serving:
@@ -243,6 +249,58 @@ def test_chats_of_one_token_leave_another_its_turn(
         return seen
 
     assert asyncio.run(run()) == begun
+
+
+class PlayedLaunchers:
+    """Plays a process for each task."""
+
+    def __init__(self, answer: Callable[[socket.socket, ServeRequest], None]) -> None:
+        self._answer = answer
+        self._of: dict[Path, PlayedLauncher] = {}
+
+    def start(self, task: TaskSpec) -> None:
+        self._of[task.run_dir] = PlayedLauncher(self._answer)
+        self._of[task.run_dir].start(task)
+
+    def poll(self, task: TaskSpec) -> Observation:
+        return self._of[task.run_dir].poll(task)
+
+    def cancel(self, task: TaskSpec) -> None:
+        self._of[task.run_dir].cancel(task)
+
+
+def test_models_of_one_token_leave_a_place_to_that_of_another(tmp_path: Path, gated: Gated) -> None:
+    launcher: Any = PlayedLaunchers(gated.answer)
+    found, work = serving_of(tmp_path, launcher, **TOKENS), CostlyWork()
+
+    async def ask(caller: str, model: str) -> None:
+        served = Served(model, ModelSource(model=f"/models/{model}"), None, None)
+        with serving(work, caller):
+            async for _ in found.answer(served, ServeRequest(prompt=caller, seed="1")):
+                pass
+
+    def wait_for(count: int) -> bool:
+        with gated.changed:
+            return gated.changed.wait_for(lambda: len(gated.begun) >= count, 20)
+
+    async def run() -> list[BaseException | None]:
+        tasks = [asyncio.create_task(ask("first", model)) for model in ("one", "two")]
+        assert await asyncio.to_thread(wait_for, 2)
+        with pytest.raises(NotServed, match="2 other models are answering"):
+            await ask("first", "three")
+        tasks.append(asyncio.create_task(ask("other", "three")))
+        assert await asyncio.to_thread(wait_for, 3)
+        with pytest.raises(NotServed, match="2 other models are answering"):
+            await ask("third", "four")
+        gated.goes_on.set()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        await found.close()
+        return ends
+
+    ended, *others = sorted(asyncio.run(run()), key=lambda one: one is None)
+    assert isinstance(ended, NotServed)
+    assert "another caller's model needs its place" in str(ended)
+    assert others == [None, None]
 
 
 UNBROKEN = "{{ 1.5 | round(1000000000 * (messages | length), 'floor') }}"

@@ -1,4 +1,5 @@
-"""Chat templates that loop, recurse or grow: a sentence that names the template, wherever it is rendered."""
+"""Chat templates that loop, recurse or grow, and tokenizers that do not end: a sentence that names them, wherever they
+are used."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.launch.base import Observation, TaskState
 from llama_stack_provider_trl.recipes.data import templates
 from llama_stack_provider_trl.recipes.data.templates import limit, rendered
+from llama_stack_provider_trl.recipes.data.tokenizer_calls import call_tokenizer
 from llama_stack_provider_trl.specs.events import Failed, Preflighted, Reason
 from llama_stack_provider_trl.specs.rows import Message
 from llama_stack_provider_trl.system.cpu_timer import ENDED_BY
@@ -73,6 +75,15 @@ thread = threading.Thread(target=templates.rendered, args=(tokenizer, [{"role": 
 thread.start()
 thread.join()
 """
+_TOKENIZING = """
+import sys
+from transformers import AutoTokenizer
+from llama_stack_provider_trl.recipes.data import tokenizer_calls
+tokenizer_calls.SECONDS = 0.5
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+tokenizer_calls.call_tokenizer(tokenizer, ["a"])
+tokenizer_calls.call_tokenizer(tokenizer, [sys.argv[2] * 100] * int(sys.argv[3]))
+"""
 
 
 @pytest.fixture
@@ -102,13 +113,37 @@ def test_a_template_that_no_exception_ends_is_ended_with_its_process(name: str) 
     assert subprocess.run(command, timeout=120, check=False).returncode == -ENDED_BY
 
 
+def with_pattern(directory: Path, pattern: str) -> str:
+    """A tokenizer that replaces what matches a pattern."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_model() / name, directory)
+    path = directory / "tokenizer.json"
+    normalizer = {"type": "Replace", "pattern": {"Regex": pattern}, "content": "z"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "normalizer": normalizer}))
+    return str(directory)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a timer of CPU time ends it")
+@pytest.mark.parametrize("texts", [1, 2])
+def test_a_tokenizer_whose_expression_does_not_end_is_ended_with_its_process(tmp_path: Path, texts: int) -> None:
+    command = [sys.executable, "-c", _TOKENIZING, with_pattern(tmp_path, r"x*x*x*[^x\n]"), "x" * 350 + "\n", str(texts)]
+    assert subprocess.run(command, timeout=120, check=False).returncode == -ENDED_BY
+
+
+def test_an_expression_that_the_library_gives_up_is_the_tokenizers_fault(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(with_pattern(tmp_path, "(x+x+)+y"))
+    with pytest.raises(JobFailure, match="cannot tokenize a text: Onig: Regex search error: retry-limit") as caught:
+        call_tokenizer(tokenizer, ["x" * 60])
+    assert caught.value.reason == Reason.invalid_model
+
+
 def test_what_started_that_process_reports_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unused: Any = None
-    with pytest.raises(JobFailure, match="a chat template did not end") as preflight:
+    with pytest.raises(JobFailure, match="a chat template, or the tokenizer, did not end") as preflight:
         _result(tmp_path, Observation(TaskState.exited, exit_code=-ENDED_BY), unused, Preflighted)
     ended = subprocess.CompletedProcess([], -ENDED_BY)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
-    with pytest.raises(JobFailure, match="a chat template did not end") as command:
+    with pytest.raises(JobFailure, match="a chat template, or the tokenizer, did not end") as command:
         run_recipe("recipe", "{}", "evaluation")
     assert {preflight.value.reason, command.value.reason} == {Reason.invalid_model}
 

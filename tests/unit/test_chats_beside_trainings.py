@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,7 +57,13 @@ class _Process:
     """Plays a process."""
 
     def __init__(self, memory: int, *, is_ready: bool) -> None:
-        self.device, self.is_beside, self.has_ended, self.users, self.used_at = "cpu", True, False, 0, 0.0
+        self.device, self.is_beside, self.has_ended, self.callers, self.used_at = (
+            "cpu",
+            True,
+            False,
+            Counter[str](),
+            0.0,
+        )
         self.memory, self.is_ready, self.reason = memory, is_ready, ""
 
     def end(self, reason: str) -> None:
@@ -77,7 +84,8 @@ def test_a_process_beside_a_training_leaves_for_a_device_that_is_free(tmp_path: 
     settings = ServiceSettings(data_dir=tmp_path / "data")
     served = Served("job:tune/newest", ModelSource(model="m"), None, None, None)
     process: Any = _Process(0, is_ready=True)
-    process.users = users
+    process.callers["someone"] += users
+    process.callers += Counter()
     holders = {"cuda:0": "tune"}
     store: Any = SimpleNamespace(holders=lambda: holders)
     unused: Any = None

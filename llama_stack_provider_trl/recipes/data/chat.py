@@ -22,6 +22,7 @@ from .forms import Forms, with_links
 from .images import Images
 from .marks import CLOSE, OPEN, common_prefix, marked_texts, markings, unmarked, visible
 from .templates import rendered
+from .tokenizer_calls import call_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -185,7 +186,10 @@ def check_chat_template(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> No
 
 def default_chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """The template that a tokenizer without one is given."""
-    begins = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+    begins = (
+        tokenizer.bos_token_id is not None
+        and call_tokenizer(tokenizer, ["a"])["input_ids"][0][0] == tokenizer.bos_token_id
+    )
     return ("{{ bos_token }}" if begins else "") + DEFAULT_CHAT_TEMPLATE
 
 
@@ -534,22 +538,6 @@ class Chat:
     def _index_from_prefixes(self, text: str, ids: list[int]) -> TokenIndex:
         # Without offsets: tokenize the text up to the position, and count the ids that agree.
         return lambda position, straddling: common_prefix(self.tokenize([text[:position]])[0], ids)
-
-
-def call_tokenizer(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options: Any) -> Any:
-    """Tokenize texts as they are. Raises JobFailure: invalid_model, where the tokenizer cannot, such as a word."""
-    try:
-        # verbose=False: a sequence longer than the model takes is cut and counted here; a further warning is redundant.
-        return tokenizer(texts, return_attention_mask=False, truncation=False, verbose=False, **options)
-    except Exception as error:
-        if type(error) is not Exception:
-            raise
-        # Of the library tokenizers, which has no class of its own.
-        raise JobFailure(
-            Reason.invalid_model,
-            f"the tokenizer of {tokenizer.name_or_path!r} cannot tokenize a text: {error}. Name a model whose "
-            "tokenizer.json and tokenizer_class (in tokenizer_config.json) belong together.",
-        ) from error
 
 
 def _index_from_offsets(offsets: list[tuple[int, int]], searched: TokenIndex) -> TokenIndex:

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 from ...specs.images import as_parts
 from ...specs.rows import Message
 from ...specs.tool_calls import Tool, ToolCall, as_text
+from .tokenizer_calls import decoded
 
 Apply = Callable[..., str | None]
 """(messages in a template's form, add_generation_prompt, tools) -> text; None: the template refuses them."""
@@ -38,7 +39,7 @@ _TOOL: Tool = {
 
 def opens_thought(tokenizer: Any, ids: Sequence[int]) -> bool:
     """Whether a prompt ends with a `<think>`, as the chat templates of some models write it before each answer."""
-    return str(tokenizer.decode(ids[-_TAIL:])).rstrip().endswith(THINK)
+    return decoded(tokenizer, ids[-_TAIL:]).rstrip().endswith(THINK)
 
 
 class CallForm(NamedTuple):

@@ -21,6 +21,7 @@ from ...specs.images import images_in
 from ...specs.model_source import ModelSource
 from ...specs.rows import PreferenceExample, SftExample
 from .templates import processed_ids
+from .tokenizer_calls import call_tokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -126,7 +127,7 @@ class Images:
     def _begins_with(self) -> str:
         """The token that begins texts, where the tokenizer adds it; empty: it does not."""
         tokenizer = self._tokenizer or self.processor.tokenizer
-        first = tokenizer("a")["input_ids"][0]
+        first = call_tokenizer(tokenizer, ["a"])["input_ids"][0][0]
         return str(tokenizer.bos_token) if first == tokenizer.bos_token_id else ""
 
     def of_sequence(self, ids: Sequence[int], images: Sequence[bytes], row: int) -> list[bytes]:
@@ -206,7 +207,7 @@ class Images:
 
     def _ids(self, image: bytes) -> list[int]:
         tokenizer = self._tokenizer or self.processor.tokenizer
-        ids: list[int] = tokenizer(self._tokens(image), add_special_tokens=False)["input_ids"]
+        ids: list[int] = call_tokenizer(tokenizer, [self._tokens(image)], add_special_tokens=False)["input_ids"][0]
         return ids
 
     def _tokens(self, image: bytes) -> str:

@@ -19,13 +19,14 @@ from jinja2 import TemplateError
 from ...specs.images import images_in
 from ...specs.job import TrainOn
 from ...specs.rows import Message, SftExample
-from .chat import Chat, call_tokenizer
+from .chat import Chat
 from .forms import without_thought
 from .marks import common_prefix
 from .tables import IGNORED
 from .templates import rendered, rendered_ids
 from .token_texts import TokenTexts
 from .tokenize import Encoded
+from .tokenizer_calls import call_tokenizer
 from .turns import trained_numbers
 
 _SHOWN_TOKENS = 8

@@ -17,8 +17,9 @@ from ...specs import rows as row_shapes
 from ...specs.job import DatasetRef, JobSpec
 from ...specs.methods import METHODS
 from ...system.texts import json_digest
-from .chat import call_tokenizer, default_chat_template
+from .chat import default_chat_template
 from .images import digest_of
+from .tokenizer_calls import call_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,9 +9,10 @@ from jinja2 import TemplateError
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import DroppedTurns, SamplesSpec
-from .chat import Chat, call_tokenizer, default_chat_template, refuse_lost_turns
+from .chat import Chat, default_chat_template, refuse_lost_turns
 from .embedded import check_embedded
 from .templates import rendered
+from .tokenizer_calls import call_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

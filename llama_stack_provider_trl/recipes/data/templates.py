@@ -30,6 +30,7 @@ from ...specs.events import Reason
 from ...specs.rows import Message
 from ...system.cpu_timer import CpuTimer
 from ...system.process import allocated_memory
+from .tokenizer_calls import SECONDS_PER_CHARACTER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,8 +42,8 @@ MEMORY = 1 << 30
 """Bytes that the process may allocate meanwhile."""
 MOST_TEXT = 64 << 20
 """Characters of a text. A row has at most 16 MiB."""
-_SECONDS_PER_CHARACTER, _BYTES_PER_CHARACTER = 20e-6, 512
-"""What tokenizing may take. A byte-level BPE takes 1 us and 180 bytes (measured)."""
+_BYTES_PER_CHARACTER = 512
+"""What tokenizing may take. A byte-level BPE takes 180 bytes (measured)."""
 _MOST_BITS = 4096
 """Of a whole number that a template multiplies."""
 _POLL_S = 0.5
@@ -179,7 +180,7 @@ class _Limits:
     """
 
     def __init__(self, characters: int) -> None:
-        self._seconds = SECONDS + characters * _SECONDS_PER_CHARACTER
+        self._seconds = SECONDS + characters * SECONDS_PER_CHARACTER
         self._memory = MEMORY + characters * _BYTES_PER_CHARACTER
         self._timer: CpuTimer | None = None
 

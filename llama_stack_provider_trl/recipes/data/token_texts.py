@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from .pieces import Pieces, pieces_of
+from .tokenizer_calls import call_tokenizer, decoded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,10 +87,10 @@ class TokenTexts:
     @cached_property
     def _another(self) -> list[int]:
         """A letter, or what the tokenizer has for it."""
-        return [*self.tokenizer("a", add_special_tokens=False)["input_ids"][-1:]]
+        return [*call_tokenizer(self.tokenizer, ["a"], add_special_tokens=False)["input_ids"][0][-1:]]
 
     def _decoded(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+        return decoded(self.tokenizer, ids, clean_up_tokenization_spaces=False)
 
 
 def _shortened(text: str) -> str:

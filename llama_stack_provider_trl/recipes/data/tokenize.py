@@ -10,11 +10,12 @@ from ...specs.events import Reason
 from ...specs.images import count_images
 from ...specs.job import ReasoningUse, TrainOn
 from ...specs.rows import LabelledExample, Message, PreferenceExample, PromptExample, SftExample, is_plain
-from .chat import Chat, TokenIndex, call_tokenizer
+from .chat import Chat, TokenIndex
 from .forms import END_THINK, split_thought, without_thought
 from .images import check_images
 from .spans import answer_spans, begins_with_space, split_groups, split_rows
 from .tables import IGNORED
+from .tokenizer_calls import call_tokenizer
 from .turns import TrainedText, trained_numbers, trained_texts, whole_text
 
 Encoded = tuple[list[int], list[int]]

@@ -36,6 +36,7 @@ from ...system.process import usable_cpus
 from ..data.chat import Chat
 from ..data.embedded import check_embedded
 from ..data.forms import opens_thought
+from ..data.tokenizer_calls import call_tokenizer
 from ..model.adapters import check_adapter
 from ..model.generation import Sampler, answer_ends
 from ..model.loading import WeightStorage, choose_device, load_model, load_tokenizer, vocabulary_size
@@ -159,7 +160,7 @@ class ServedModel:
     def _encoded(self, voice: _Voice, request: ServeRequest) -> list[int]:
         """The token ids of a prompt. The turn is held: limits of a template's memory are those of the process."""
         if request.messages is None:
-            ids = voice.tokenizer(request.prompt or "", verbose=False)["input_ids"]
+            (ids,) = call_tokenizer(voice.tokenizer, [request.prompt or ""])["input_ids"]
         else:
             try:
                 text = voice.chat.written(request.messages, 0, add_generation_prompt=True)

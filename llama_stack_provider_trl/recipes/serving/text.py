@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
+from ..data.tokenizer_calls import decoded
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -61,9 +63,7 @@ class AnswerText:
         return self._written([*self._before, *self._tokens])[self._begin :]
 
     def _written(self, tokens: list[int]) -> str:
-        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        assert isinstance(text, str)
-        return text
+        return decoded(self._tokenizer, tokens, skip_special_tokens=True)
 
     def _from_sent(self, text: str, end: int) -> str:
         begin = self._sent
@@ -82,8 +82,7 @@ def written_token(
     A token that holds a part of a character is written as OpenAI's API writes it, `bytes:\\xe4\\xbd`: no two of these
     have the same text.
     """
-    text = tokenizer.decode([token])
-    assert isinstance(text, str)
+    text = decoded(tokenizer, [token])
     if _INCOMPLETE not in text:
         text = _behind(tokenizer, token, before) or text
         return text, text.encode()
@@ -106,9 +105,7 @@ def written_token(
 
 def _behind(tokenizer: PreTrainedTokenizerBase, token: int, before: Sequence[int]) -> str:
     """What a token adds to the text of the one before it; empty: it is the first one, or changes that text."""
-    known, text = tokenizer.decode(before[-1:]), tokenizer.decode([*before[-1:], token])
-    assert isinstance(known, str)
-    assert isinstance(text, str)
+    known, text = decoded(tokenizer, before[-1:]), decoded(tokenizer, [*before[-1:], token])
     return text[len(known) :] if text.startswith(known) else ""
 
 

@@ -13,7 +13,7 @@ import torch
 
 from ...specs.events import Warned
 from ...specs.job import JobSpec
-from ..data.chat import call_tokenizer
+from ..data.tokenizer_calls import call_tokenizer
 from ..distributed import ranks
 from ..fast.head import Head
 from ..model.fsdp import is_sharded

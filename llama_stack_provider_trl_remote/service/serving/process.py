@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
@@ -27,7 +28,7 @@ from llama_stack_provider_trl.specs.serving import (
 )
 from llama_stack_provider_trl.system.cpu_timer import ENDED_BY
 from llama_stack_provider_trl.system.files import RunDir, atomic_write, tail
-from llama_stack_provider_trl.system.offload import FairSlots
+from llama_stack_provider_trl.system.offload import FairSlots, caller_name
 
 from ..space import Space
 from .served import Files, copy_adapter
@@ -48,12 +49,12 @@ _MOST_ANSWER, _MOST_WITH_LOGPROBS = 16 << 20, 128 << 20
 class ProcessEnded(Exception):
     """Raised when a process has ended before it had answered a request."""
 
-    def __init__(self, reason: str, *, gave_way: bool, unanswered: bool, by_template: bool) -> None:
+    def __init__(self, reason: str, *, gave_way: bool, unanswered: bool, by_tokenizer: bool) -> None:
         self.reason, self.gave_way = reason, gave_way
         self.unanswered = unanswered
         """Whether the request had no part of an answer yet: another process may answer it."""
-        self.by_template = by_template
-        """Whether the chat template of this request has ended it."""
+        self.by_tokenizer = by_tokenizer
+        """Whether the chat template, or the tokenizer, of this request has ended it."""
         super().__init__(reason)
 
 
@@ -85,11 +86,11 @@ class ServingProcess:
         )
         self.memory = 0
         """Bytes that it needs once it has loaded its model, beside a training; 0: it has a device."""
-        self.users = 0
-        """Requests that are being answered."""
+        self.callers: Counter[str] = Counter()
+        """Requests that are being answered, by caller."""
         self.used_at = time.monotonic()
         self._copying = asyncio.Lock()
-        self._reason, self._gave_way, self._by_template = "", False, False
+        self._reason, self._gave_way, self._by_tokenizer = "", False, False
         self._ends = asyncio.Event()
         self._life = asyncio.create_task(self._live(), name=f"serving {directory.name}")
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -121,11 +122,13 @@ class ServingProcess:
     @asynccontextmanager
     async def used(self) -> AsyncIterator[None]:
         """Keep the process from being ended for another model while the block lasts."""
-        self.users += 1
+        caller = caller_name()
+        self.callers[caller] += 1
         try:
             yield
         finally:
-            self.users -= 1
+            self.callers[caller] -= 1
+            self.callers += Counter()  # without those that have none any more
             self.used_at = time.monotonic()
 
     async def answer(self, request: ServeRequest, adapter: Files | None) -> AsyncGenerator[Answer]:
@@ -153,7 +156,7 @@ class ServingProcess:
             self._reason or "it was idle",
             gave_way=self._gave_way,
             unanswered=not begun,
-            by_template=reads and self._by_template,
+            by_tokenizer=reads and self._by_tokenizer,
         )
 
     async def _exchange(self, request: ServeRequest) -> AsyncGenerator[Answer]:
@@ -233,7 +236,7 @@ class ServingProcess:
     async def _clean_up(self) -> None:
         seen = await asyncio.to_thread(self._end)
         self._gave_way = seen.detail.startswith(("gave way to ", "waiting for device "))
-        self._by_template = seen.exit_code == -ENDED_BY
+        self._by_tokenizer = seen.exit_code == -ENDED_BY
         self._reason = self._reason or await asyncio.to_thread(self._reason_of, seen)
         await asyncio.to_thread(shutil.rmtree, self._directory, True)
 

@@ -24,7 +24,7 @@ from llama_stack_provider_trl.specs.chat_templates import UNENDED
 from llama_stack_provider_trl.specs.model_source import ModelSource
 from llama_stack_provider_trl.specs.serving import ADAPTERS, Answer, AnswerRefused, ServeRequest, ServeSpec
 from llama_stack_provider_trl.system.data_dir import DataDir
-from llama_stack_provider_trl.system.offload import FairSlots
+from llama_stack_provider_trl.system.offload import FairSlots, caller_name
 from llama_stack_provider_trl.system.process import available_memory
 
 from ..settings import ServiceSettings
@@ -75,8 +75,8 @@ class Serving:
         self._placing = asyncio.Lock()
         self._chats: Counter[str] = Counter()
         self._unending: dict[tuple[ModelSource, str, str], None] = {}
-        """Models, with an adapter's files, whose chat template has ended their process: it would end every chat that
-        others have with that base model, again and again."""
+        """Models, with an adapter's files, whose chat template or tokenizer has ended their process: it would end every
+        chat that others have with that base model, again and again."""
 
     def prepare(self) -> None:
         """Recreate the directory, and end what is left there of an earlier service."""
@@ -130,8 +130,8 @@ class Serving:
                 yield message
 
     async def _answer(self, served: Served, request: ServeRequest) -> AsyncGenerator[Answer]:
-        rendered_by = (*served.key, "" if served.adapter is None else served.adapter.digest)
-        if request.messages is not None and rendered_by in self._unending:
+        written_by = (*served.key, "" if served.adapter is None else served.adapter.digest)
+        if written_by in self._unending:
             yield AnswerRefused(message=UNENDED, is_request=True)
             return
         for is_last in (False, True):
@@ -142,8 +142,8 @@ class Serving:
                         yield message
                     return
             except ProcessEnded as end:
-                if end.by_template:
-                    self._unending[rendered_by] = None
+                if end.by_tokenizer:
+                    self._unending[written_by] = None
                     if len(self._unending) > _MOST_UNENDING:
                         del self._unending[next(iter(self._unending))]
                     log.warning("the process that answered for %s has ended: %s", served.name, end.reason)
@@ -212,14 +212,16 @@ class Serving:
     async def _can_leave(self, process: ServingProcess) -> bool:
         """Whether a process beside a training answers nothing now, and a device is free by now: it would answer slowly
         there as long as it is asked often enough."""
-        if not process.is_beside or process.users:
+        if not process.is_beside or process.callers:
             return False
-        return bool(self._free(await asyncio.to_thread(self._store.holders))) and not process.users
+        return bool(self._free(await asyncio.to_thread(self._store.holders))) and not process.callers
 
     async def _emptied(self, places: Sequence[_ServingPlace]) -> _ServingPlace:
-        """One of some places, of which a process that is answering nothing is ended. Raises NotServed."""
+        """One of some places, of which a process that is answering nothing is ended, or one of several that another
+        caller has for itself. Raises NotServed."""
         processes = [(one, _ServingPlace(one.device, one.is_beside)) for one in self._processes.values()]
-        unused = [(one, place) for one, place in processes if not one.users and place in places]
+        there = [(one, place) for one, place in processes if place in places]
+        unused = [(one, place) for one, place in there if not one.callers] or self._of_one_caller(there)
         if not unused:
             raise NotServed(
                 f"{len(self._processes)} other models are answering, as many as serving_processes allows: send this "
@@ -227,9 +229,20 @@ class Serving:
                 5,
             )
         oldest, place = min(unused, key=lambda one: one[0].used_at)
-        oldest.end("another model needs its place")
+        oldest.end("another caller's model needs its place")
         await oldest.ended()
         return place
+
+    def _of_one_caller(
+        self, processes: Sequence[tuple[ServingProcess, _ServingPlace]]
+    ) -> list[tuple[ServingProcess, _ServingPlace]]:
+        """Those that answer a caller alone who has several, where the caller of this request has none: otherwise one
+        caller could keep every other model from answering."""
+        if any(caller_name() in one.callers for one in self._processes.values()):
+            return []
+        alone = [(one, place) for one, place in processes if len(one.callers) == 1]
+        count = Counter(next(iter(one.callers)) for one, _ in alone)
+        return [(one, place) for one, place in alone if count[next(iter(one.callers))] > 1]
 
     def _memory_beside(self, served: Served) -> int:
         """Bytes that a process beside the training will need. Raises NotServed: they are not free."""
