@@ -14,7 +14,7 @@ from llama_stack_provider_trl.jobs.store.records import JobRecord
 from ..service.dependencies import StoreDep, StoredJobsDep
 from ..service.http.declared_routes import Routes
 from ..service.http.errors import OPENAI_FORM, OpenAIRefused, declared
-from ..service.routes.files import OCTETS, file_response
+from ..service.routes.files import RangeHeader, file_answers, file_response
 from ..service.routes.openai import OpenAIRoute
 from ..service.security.access import ADMINS, BODY, USERS, USERS_JOB, USERS_PART, USERS_UPLOAD, CurrentCaller
 from ..service.serving.openai import model_list
@@ -66,10 +66,6 @@ _PART_FORM: Json = {
             }
         },
     }
-}
-_CONTENT: dict[int | str, Json] = {
-    200: {"content": OCTETS, "description": "The whole file"},
-    206: {"content": OCTETS, "description": "The bytes that Range asks for"},
 }
 
 
@@ -136,12 +132,12 @@ async def get_file(calls: OpenAICallsDep, file_id: FileId) -> Response:
     "/files/{file_id}/content",
     dependencies=[USERS],
     response_class=Response,
-    responses={**_declared(404, 416), **_CONTENT},
+    responses={**_declared(404, 416), **file_answers()},
 )
 async def file_content(
     calls: OpenAICallsDep,
     file_id: FileId,
-    wanted: Annotated[str | None, Header(alias="Range", description="One range of bytes, such as bytes=100-")] = None,
+    wanted: RangeHeader = None,
 ) -> Response:
     """The content of a file, byte by byte as it was uploaded; of a job's metrics, a CSV file."""
     opener, size, digest = await asyncio.to_thread(calls.files.content, file_id)
