@@ -1,4 +1,5 @@
-"""Files of OpenAI's API: an uploaded file is a dataset of the service, the metrics of a job are a file of their own."""
+"""Files of OpenAI's API: an uploaded file is a dataset of the service, the metrics of a job are a file of their own. A
+file that is uploaded in parts is one as any other once it is completed."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from datetime import UTC, datetime
 from functools import lru_cache, partial
 from typing import Any, BinaryIO, NamedTuple
 
+from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.errors import JobNotFound
 from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.jobs.store.records import JobRecord
@@ -19,14 +21,15 @@ from llama_stack_provider_trl.specs.names import problem_of_name
 from llama_stack_provider_trl.system.files import open_regular
 
 from ..service.datasets.blobs import Blobs
+from ..service.datasets.part_uploads import PartUploads, UploadRecord
 from ..service.datasets.registry import DatasetRegistry, Entry
 from ..service.datasets.uploads import RowUploads
 from ..service.http.dataset_bodies import BlobSource, RegisterDataset
 from ..service.http.errors import NotFound, OpenAIRefused
-from .bodies import MARK
+from .bodies import MARK, CompleteUpload, CreateUpload
 from .multipart import FILE as FIELD
 from .multipart import Form
-from .names import FILE, JOB, Called, job_of_result, new_file, result_file
+from .names import FILE, JOB, Called, file_of_upload, job_of_result, new_file, result_file
 from .results import metrics_csv
 
 type Json = dict[str, Any]
@@ -264,3 +267,56 @@ def _object(file_id: str, size: int, created_at: float, filename: str, purpose: 
 def _no_file(file_id: str, param: str) -> OpenAIRefused:
     text = f"no file {file_id[:200]!r} is here ({param}): GET /openai/v1/files lists those that are"
     return OpenAIRefused(text, param, "not_found", 404)
+
+
+class OpenAIUploads:
+    """The uploads of a service. Each belongs to the token that has begun it."""
+
+    def __init__(self, uploads: PartUploads, files: OpenAIFiles) -> None:
+        self._uploads, self._files = uploads, files
+
+    async def create(self, body: CreateUpload, caller: str) -> Json:
+        """Begin an upload. Raises the errors of `PartUploads.create`."""
+        return _upload_object(await self._uploads.create(caller, body.filename, body.bytes))
+
+    async def add_part(
+        self, upload_id: str, form: Form, stream: AsyncIterator[bytes], announced: int, caller: str
+    ) -> Json:
+        """Store a part. Raises OpenAIRefused: the form cannot be honoured; The errors of `PartUploads.add_part`."""
+        pieces = form.file(stream, lambda: None)
+        part = await self._uploads.add_part(upload_id, caller, pieces, announced)
+        return {
+            "id": part.part_id,
+            "object": "upload.part",
+            "created_at": int(part.created_at),
+            "upload_id": upload_id,
+        }
+
+    async def complete(self, upload_id: str, body: CompleteUpload, caller: str) -> Json:
+        """Make a file of the parts. Raises the errors of `PartUploads.complete`."""
+
+        async def register(upload: UploadRecord, sha256: str) -> None:
+            faults.reach("upload-counted")
+            file_id = file_of_upload(upload.upload_id)
+            await self._files.register(file_id, upload.filename, upload.num_bytes, sha256, caller)
+
+        upload = await self._uploads.complete(upload_id, caller, body.part_ids, body.md5, register)
+        return {**_upload_object(upload), "file": await asyncio.to_thread(self._files.get, file_of_upload(upload_id))}
+
+    async def cancel(self, upload_id: str, caller: str) -> Json:
+        """Cancel an upload. Raises the errors of `PartUploads.cancel`."""
+        return _upload_object(await self._uploads.cancel(upload_id, caller))
+
+
+def _upload_object(upload: UploadRecord) -> Json:
+    return {
+        "id": upload.upload_id,
+        "object": "upload",
+        "bytes": upload.num_bytes,
+        "created_at": int(upload.created_at),
+        "expires_at": int(upload.expires_at),
+        "filename": upload.filename,
+        "purpose": PURPOSE,
+        "status": upload.status,
+        "file": None,
+    }

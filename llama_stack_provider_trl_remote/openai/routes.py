@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse
 
 from llama_stack_provider_trl.jobs.store.records import JobRecord
 
+from ..service.context import Service
 from ..service.dependencies import StoreDep, StoredJobsDep
 from ..service.http.declared_routes import Routes
 from ..service.http.errors import OPENAI_FORM, OpenAIRefused, declared
@@ -19,7 +20,9 @@ from ..service.routes.openai import OpenAIRoute
 from ..service.security.access import ADMINS, BODY, USERS, USERS_JOB, USERS_PART, USERS_UPLOAD, CurrentCaller
 from ..service.serving.openai import model_list
 from .bodies import CompleteUpload, CreateFineTuningJob, CreatePermissions, CreateUpload
-from .calls import OpenAICallsDep
+from .files import OpenAIFiles, OpenAIUploads
+from .jobs import FineTuning
+from .models import OpenAIModels
 from .multipart import Form
 from .names import JOB, Called
 from .shown import checkpoint_page, event_page, find_job, job_object
@@ -67,6 +70,28 @@ _PART_FORM: Json = {
         },
     }
 }
+
+
+class OpenAICalls:
+    """Files, jobs and models of a service, built at the first call. Its state is the locks of requests that are under
+    way, and which answers may have been lost."""
+
+    def __init__(self, service: Service) -> None:
+        self.files = OpenAIFiles(service.datasets, service.row_uploads, service.blobs, service.store)
+        self.uploads = OpenAIUploads(service.part_uploads, self.files)
+        self.fine_tuning = FineTuning(service.submissions, service.store, self.files, service.settings.openai.models)
+        self.models = OpenAIModels(service.chats, service.jobs, service.store)
+
+
+async def _calls(request: Request) -> OpenAICalls:
+    state = request.app.state
+    if not hasattr(state, "openai"):
+        state.openai = OpenAICalls(state.service)
+    found: OpenAICalls = state.openai
+    return found
+
+
+OpenAICallsDep = Annotated[OpenAICalls, Depends(_calls)]
 
 
 async def _refuse_others(request: Request) -> None:

@@ -19,8 +19,7 @@ from ..dependencies import DigestsDep, SettingsDep, StoreDep
 from ..http.declared_routes import Routes
 from ..http.errors import Conflict, NotFound
 from ..security.access import USERS
-from ..views.answer_rows import MOST_ANSWERS, MOST_BYTES, AnsweredRow, Wanted, read_rows
-from ..views.answers import find_answers
+from ..views.answers import MOST_ANSWERS, MOST_BYTES, AnsweredRow, Wanted, find_answers, read_rows
 from ..views.checkpoints import Digests, Opener
 from .conversation_view import beside
 from .rendering import page

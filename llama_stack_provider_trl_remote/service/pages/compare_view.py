@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlencode
 
-from ..views.answer_rows import MOST_ANSWERS
+from ..views.answers import MOST_ANSWERS
 from .job_view import Setting, result_of
 
 

@@ -18,9 +18,9 @@ from llama_stack_provider_trl.specs.row_files import ENDINGS, ROW_READERS, endin
 from llama_stack_provider_trl.system.hub_cache import is_offline
 
 from ..dependencies import DatasetsDep, JobChecksDep, OverviewsDep, RowUploadsDep, SettingsDep, StoreDep
+from ..http.bodies import PreviewBody
 from ..http.dataset_bodies import BlobSource, RegisterDataset
 from ..http.declared_routes import Routes
-from ..http.preview import PreviewBody
 from ..security.access import BODY, USERS, USERS_FILE, USERS_FORM, CurrentCaller, GuardedRoute
 from .job_form import job_of, validated
 from .list_view import ago

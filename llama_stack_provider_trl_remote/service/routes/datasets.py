@@ -14,6 +14,7 @@ from ..dependencies import BlobsDep, DatasetsDep, RayDatasetsDep, RowUploadsDep
 from ..http.dataset_bodies import Dataset, ListDatasetsResponse, RegisterDataset, Sha256
 from ..http.declared_routes import Routes
 from ..http.errors import NotFound, declared
+from ..http.places import MOST, After, Limit
 from ..security.access import (
     BODY,
     READING_UPLOAD,
@@ -26,7 +27,6 @@ from ..security.access import (
 )
 from .files import RangeHeader, file_answers, file_response
 from .jobs import as_json
-from .paging import MOST, After, Limit
 
 router = Routes(GuardedRoute, prefix="/datasets", tags=["datasets"])
 blobs = Routes(GuardedRoute, prefix="/blobs", tags=["datasets"])

@@ -10,10 +10,9 @@ from fastapi import Query, Response
 from llama_stack_provider_trl.errors import InvalidRequest
 
 from ..dependencies import FeedsDep, SeriesDep, StoppingDep, StoreDep
-from ..http.bodies import JobStateRow, JobStatesResponse, SeriesResponse
+from ..http.bodies import JobStateRow, JobStatesResponse, SamplesResponse, SeriesResponse
 from ..http.declared_routes import Routes
 from ..http.errors import declared
-from ..http.samples import SamplesResponse
 from ..security.access import USERS, GuardedRoute
 from ..views.events import Cursor, read_page, read_states
 from ..views.samples import list_samples

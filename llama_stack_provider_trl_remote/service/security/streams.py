@@ -89,7 +89,7 @@ def _is_loopback(address: str) -> bool:
         return address == "::1"
 
 
-class _Counted(Response):
+class _CountedAnswer(Response):
     """An answer that may take long."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -103,9 +103,9 @@ class _Counted(Response):
             await super().__call__(scope, receive, send)
 
 
-class CountedStream(_Counted, StreamingResponse):
+class CountedStream(_CountedAnswer, StreamingResponse):
     """Parts as they are made."""
 
 
-class CountedFile(_Counted, FileResponse):
+class CountedFile(_CountedAnswer, FileResponse):
     """A file by its path."""
