@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from datetime import UTC, datetime
 from functools import lru_cache, partial
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.errors import JobNotFound
@@ -26,6 +26,7 @@ from ..service.datasets.registry import DatasetRegistry, Entry
 from ..service.datasets.uploads import RowUploads
 from ..service.http.dataset_bodies import BlobSource, RegisterDataset
 from ..service.http.errors import NotFound, OpenAIRefused
+from ..service.http.places import ListPlace
 from .bodies import MARK, CompleteUpload, CreateUpload
 from .multipart import FILE as FIELD
 from .multipart import Form
@@ -44,14 +45,6 @@ MOST_FILES = 1000
 _SIZES = 4096
 _INEXACT = 1e-5
 """Seconds by which the time of a record may differ from the stored one: more than a microsecond."""
-
-
-class _FilePlace(NamedTuple):
-    """Of a file among all."""
-
-    at: float
-    """Time at which it was made, in seconds since the epoch."""
-    name: str
 
 
 class OpenAIFiles:
@@ -166,24 +159,24 @@ class OpenAIFiles:
             raise _no_file(file_id, param)
         return entry
 
-    def _place(self, file_id: str) -> _FilePlace:
-        """Where a file is among all. Raises OpenAIRefused."""
+    def _place(self, file_id: str) -> ListPlace:
+        """Where a file is among all, by the time at which it was made. Raises OpenAIRefused."""
         if (job_uuid := job_of_result(file_id)) is not None:
             completed_at = self._job_of(file_id, job_uuid, "after").completed_at
             assert completed_at is not None
-            return _FilePlace(completed_at.timestamp(), file_id)
-        return _FilePlace(self._entry(file_id, "after").registered_at, file_id)
+            return ListPlace(completed_at.timestamp(), file_id)
+        return ListPlace(self._entry(file_id, "after").registered_at, file_id)
 
-    def _places(self, purpose: str | None, beyond: _FilePlace | None, *, newest_first: bool) -> Iterator[_FilePlace]:
+    def _places(self, purpose: str | None, beyond: ListPlace | None, *, newest_first: bool) -> Iterator[ListPlace]:
         """Places of the files beyond one, and of the datasets whose names are alike."""
-        sources: list[Iterable[_FilePlace]] = []
+        sources: list[Iterable[ListPlace]] = []
         if purpose in (None, PURPOSE):
-            uploaded = [_FilePlace(place.order, place.name) for place in self._registry.places(FILE)]
+            uploaded = self._registry.places(FILE)
             sources.append(reversed(uploaded) if newest_first else uploaded)
         if purpose in (None, RESULTS):
-            at = None if beyond is None else beyond.at + (_INEXACT if newest_first else -_INEXACT)
+            at = None if beyond is None else beyond.order + (_INEXACT if newest_first else -_INEXACT)
             ended = self._store.completed(JOB, at, newest_first=newest_first)
-            sources.append(_FilePlace(_in_microseconds(at), result_file(job_uuid)) for at, job_uuid in ended)
+            sources.append(ListPlace(_in_microseconds(at), result_file(job_uuid)) for at, job_uuid in ended)
         for place in heapq.merge(*sources, reverse=newest_first):
             if beyond is None or (place < beyond if newest_first else place > beyond):
                 yield place

@@ -37,39 +37,21 @@ UploadId = Annotated[str, Path(description="Id of an upload", max_length=128)]
 Tuned = Annotated[str, Path(description="A fine-tuned model, or a checkpoint of one", max_length=512)]
 After = Annotated[str | None, Query(max_length=512, description="Id of the last object of the page before")]
 _METADATA = "metadata["
-_FORM: Json = {
-    "requestBody": {
-        "required": True,
-        "description": "The fields `purpose` (fine-tune) and `file`",
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "properties": {
-                        "purpose": {"type": "string", "enum": ["fine-tune"]},
-                        "file": {"type": "string", "format": "binary"},
-                    },
-                    "required": ["purpose", "file"],
-                }
-            }
-        },
+_BYTES: Json = {"type": "string", "format": "binary"}
+
+
+def _form(text: str, **fields: Json) -> Json:
+    """The `openapi_extra` of a route whose body is a form."""
+    schema = {"type": "object", "properties": fields, "required": [*fields]}
+    return {
+        "requestBody": {"required": True, "description": text, "content": {"multipart/form-data": {"schema": schema}}}
     }
-}
-_PART_FORM: Json = {
-    "requestBody": {
-        "required": True,
-        "description": "The field `data`, with the bytes of the part",
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "properties": {"data": {"type": "string", "format": "binary"}},
-                    "required": ["data"],
-                }
-            }
-        },
-    }
-}
+
+
+_FORM = _form(
+    "The fields `purpose` (fine-tune) and `file`", purpose={"type": "string", "enum": ["fine-tune"]}, file=_BYTES
+)
+_PART_FORM = _form("The field `data`, with the bytes of the part", data=_BYTES)
 
 
 class OpenAICalls:

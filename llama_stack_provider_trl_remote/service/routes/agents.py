@@ -55,7 +55,7 @@ from ..security.access import (
     CurrentCaller,
     GuardedRoute,
 )
-from .files import RangeHeader, file_answers, file_response
+from .files import OCTETS, RangeHeader, file_answers, file_response
 from .jobs import as_json
 from .nodes import Name
 
@@ -72,12 +72,7 @@ AnswersFile = Annotated[str, Path(max_length=64, description="answers.jsonl, or 
 Kept = Annotated[list[str], Query(max_length=MOST_KEPT, description="Jobs of which the node has files and no task")]
 _NONE: list[str] = []
 Offset = Annotated[int, Query(ge=0, le=2**42, description="Bytes that were sent before")]
-_BYTES = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
-    }
-}
+_BYTES = {"requestBody": {"required": True, "content": OCTETS}}
 _OFFSET = {
     "description": "Upload-Offset: bytes that are here now",
     "headers": {"Upload-Offset": {"schema": {"type": "string"}}},

@@ -25,7 +25,7 @@ from ..security.access import (
     CurrentCaller,
     GuardedRoute,
 )
-from .files import RangeHeader, file_answers, file_response
+from .files import OCTETS, RangeHeader, file_answers, file_response
 from .jobs import as_json
 
 router = Routes(GuardedRoute, prefix="/datasets", tags=["datasets"])
@@ -35,11 +35,7 @@ readings = Routes(GuardedRoute, prefix="/readings", tags=["datasets"])
 DatasetId = Annotated[str, Path(description="The dataset's name")]
 Digest = Annotated[Sha256, Path(description="sha256 of the whole body, in hexadecimal")]
 _NDJSON: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "description": "One JSON object per line",
-        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
-    }
+    "requestBody": {"required": True, "description": "One JSON object per line", "content": OCTETS}
 }
 
 

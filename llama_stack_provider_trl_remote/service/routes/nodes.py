@@ -23,7 +23,7 @@ from ..security.access import ADMINS, USERS, GuardedRoute
 from .jobs import as_json
 
 router = Routes(GuardedRoute, prefix="/nodes", tags=["nodes"])
-pools = Routes(GuardedRoute, prefix="/pools", tags=["nodes"])
+pool_router = Routes(GuardedRoute, prefix="/pools", tags=["nodes"])
 Name = Annotated[str, Path(pattern=NAME, description="The node's name")]
 
 
@@ -82,8 +82,8 @@ async def remove(machines: NodesDep, name: Name) -> Response:
     return Response(status_code=204)
 
 
-@pools.get("", dependencies=[USERS], response_model=ListPoolsResponse, responses=declared())
-async def list_pools(managed: PoolsDep) -> Response:
+@pool_router.get("", dependencies=[USERS], response_model=ListPoolsResponse, responses=declared())
+async def pools(managed: PoolsDep) -> Response:
     """The pools of machines, what was requested of them, and what is left of their limits."""
     return as_json(ListPoolsResponse(data=await asyncio.to_thread(pool_rows, managed)))
 
