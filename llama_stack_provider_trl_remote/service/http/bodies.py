@@ -39,7 +39,9 @@ class TrainingConfigBody(TrainingConfig):
     """Required: which data to train on."""
 
 
-class SupervisedFineTuneBody(SupervisedFineTuneRequest):
+class _TrainingBody(Documented):
+    """What the bodies of trainings have beside what Llama Stack sends."""
+
     training_config: TrainingConfigBody
     """How to train."""
     provider_options: _GivenOptions = None
@@ -49,14 +51,12 @@ class SupervisedFineTuneBody(SupervisedFineTuneRequest):
     """Digest of the uploaded blob that each dataset_id means; other ids are looked up among the registered datasets."""
 
 
-class PreferenceOptimizeBody(PreferenceOptimizeRequest):
-    training_config: TrainingConfigBody
-    """How to train."""
-    provider_options: _GivenOptions = None
-    """Options that Llama Stack's schema has no field for; through Llama Stack, the key `trl` of
-    X-LlamaStack-Provider-Data."""
-    dataset_digests: Annotated[dict[str, Sha256], Field(max_length=65)] | None = None
-    """Digest of the uploaded blob that each dataset_id means; other ids are looked up among the registered datasets."""
+class SupervisedFineTuneBody(_TrainingBody, SupervisedFineTuneRequest):
+    pass
+
+
+class PreferenceOptimizeBody(_TrainingBody, PreferenceOptimizeRequest):
+    pass
 
 
 class WorkBody(WorkRequest):
