@@ -128,14 +128,8 @@ async def cancel(client: ServiceClient, options: Namespace) -> int:
     return 0
 
 
-async def pause(client: ServiceClient, options: Namespace) -> int:
-    status = await client.post(job_path(options.job_uuid, "/pause"))
-    emit(options, status, progress_line(status))
-    return 0
-
-
-async def resume(client: ServiceClient, options: Namespace) -> int:
-    status = await client.post(job_path(options.job_uuid, "/resume"))
+async def pause_or_resume(client: ServiceClient, options: Namespace) -> int:
+    status = await client.post(job_path(options.job_uuid, f"/{options.command}"))
     emit(options, status, progress_line(status))
     return 0
 
@@ -322,8 +316,8 @@ COMMANDS: dict[tuple[str, str], Command] = {
     ("jobs", "samples"): samples,
     ("jobs", "answers"): answers,
     ("jobs", "cancel"): cancel,
-    ("jobs", "pause"): pause,
-    ("jobs", "resume"): resume,
+    ("jobs", "pause"): pause_or_resume,
+    ("jobs", "resume"): pause_or_resume,
     ("jobs", "pull"): pull_checkpoint,
     ("jobs", "delete"): delete_job,
     ("datasets", "add"): add_dataset,
