@@ -68,7 +68,7 @@ def make_app(service: Service) -> FastAPI:
     _include(app, datasets.readings, "/v1", dependencies=token)
     _include(app, nodes.router, "/v1", dependencies=token)
     _include(app, agents.router, "/v1", dependencies=token)
-    _include(app, nodes.pools, "/v1", dependencies=token)
+    _include(app, nodes.pool_router, "/v1", dependencies=token)
     _include(app, tokens.router, "/v1", dependencies=token)
     _include(app, tokens.audit, "/v1", dependencies=token)
     _include(app, tokens.logs, "/v1", dependencies=token)
