@@ -48,8 +48,6 @@ SHORTEST_INTERVAL = 0.5
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """Settings of an agent."""
-
     url: str
     """The service's address."""
     token: str | None

@@ -31,7 +31,7 @@ from .bodies import MARK, CompleteUpload, CreateUpload
 from .multipart import FILE as FIELD
 from .multipart import Form
 from .names import FILE, JOB, Called, file_of_upload, job_of_result, new_file, result_file
-from .results import metrics_csv
+from .shown import metrics_csv
 
 type Json = dict[str, Any]
 PURPOSE, RESULTS = "fine-tune", "fine-tune-results"

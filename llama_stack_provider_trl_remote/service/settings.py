@@ -166,8 +166,6 @@ class Token(_Block):
 
 
 class ConfiguredToken(NamedTuple):
-    """A token of the configuration."""
-
     token: str
     name: str
     role: Role

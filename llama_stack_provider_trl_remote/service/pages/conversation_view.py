@@ -24,8 +24,6 @@ _BEGIN, _END = "<think>", "</think>"
 
 
 class ShownTurn(NamedTuple):
-    """A turn of a conversation."""
-
     role: str
     text: str
     reasoning: str = ""

@@ -93,8 +93,6 @@ class Query:
 
 
 class ShownRow(NamedTuple):
-    """A row of the table."""
-
     job: QueueRow
     depth: int
     """1: it stands under the row before it that has 0."""
