@@ -20,7 +20,6 @@ from llama_stack_provider_trl.specs.job import OptimizerSpec
 from llama_stack_provider_trl.system.hub_cache import cached_models, is_offline
 from llama_stack_provider_trl.system.offload import in_work_thread
 
-from ..datasets.registry import DatasetRegistry
 from ..dependencies import DatasetsDep, JobChecksDep, SettingsDep, StoreDep, SubmissionsDep
 from ..http.bodies import (
     WORK_BODIES,
@@ -31,7 +30,6 @@ from ..http.bodies import (
 from ..http.declared_routes import Routes
 from ..jobs.submissions import JobBody
 from ..security.access import USERS, USERS_JOB_FORM, CurrentCaller
-from ..settings import ServiceSettings
 from .job_form import (
     CHECKS,
     FORM_KINDS,
@@ -67,9 +65,9 @@ class FormParts(NamedTuple):
     """What the page of a form is made of."""
 
     request: Request
-    registry: DatasetRegistry
-    store: Store
-    settings: ServiceSettings
+    registry: DatasetsDep
+    store: StoreDep
+    settings: SettingsDep
 
     async def page(
         self, fields: dict[str, str], code: int = 200, found: Any = None, problem: str = "", source: str = ""
