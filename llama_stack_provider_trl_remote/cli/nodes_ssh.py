@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ipaddress
 import os
 import sys
 import time
@@ -118,10 +119,9 @@ async def _plan(client: ServiceClient, options: Namespace, inventory: Inventory)
     from ..nodes.identity import NodeError
     from ..nodes.pools.ssh import NodePlan, equal_versions
     from ..nodes.pools.wheel import read_wheel, wheel_of_this_installation
-    from .machine_commands import is_this_machine_only
 
     url = inventory.service or client.url
-    if is_this_machine_only(urlsplit(url).hostname or ""):
+    if is_this_machine_only(url):
         raise NodeError(
             f"other machines cannot reach the service at {url}: set `service` of the inventory to its address for them"
         )
@@ -138,6 +138,8 @@ async def _plan(client: ServiceClient, options: Namespace, inventory: Inventory)
             texts[key] = None if path is None else path.read_text(encoding="utf-8-sig")
         except OSError as error:
             raise NodeError(f"`{key}` of the inventory, {path}, cannot be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise NodeError(f"`{key}` of the inventory, {path}, is not text in UTF-8") from error
     return NodePlan(
         url=url,
         token=token,
@@ -147,6 +149,16 @@ async def _plan(client: ServiceClient, options: Namespace, inventory: Inventory)
         offline=options.offline,
         site_packages=options.site_packages,
     )
+
+
+def is_this_machine_only(url: str) -> bool:
+    """Whether other machines cannot reach the host of this address."""
+    host = urlsplit(url).hostname or ""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host.rstrip(".").lower() == "localhost" or host.lower().endswith(".localhost")
+    return address.is_loopback or address.is_unspecified
 
 
 def _join_token(environ: Mapping[str, str]) -> str:
