@@ -38,6 +38,11 @@ class Shortage(NamedTuple):
     retry_after: int | None = None
     """Seconds after which the same request may succeed by itself; None: only when the advice was followed."""
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of an answer."""
+        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+
     def described(self, error: object, again: str = _AGAIN) -> str:
         """The sentence of an answer.
 

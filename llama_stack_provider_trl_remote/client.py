@@ -81,8 +81,6 @@ class Timeouts(NamedTuple):
 
 
 class ServerEvent(NamedTuple):
-    """A server-sent event."""
-
     kind: str
     """Empty where the service names none: an event of the job."""
     id: str

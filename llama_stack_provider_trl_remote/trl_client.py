@@ -136,7 +136,7 @@ class AsyncTrlClient:
         """
         from .submitting import place
 
-        return {one.name: one.job_uuid for one in await place(self._service, pipeline)}
+        return {one["name"]: one["job_uuid"] for one in await place(self._service, pipeline)}
 
     async def teacher_student(
         self, section: Mapping[str, Any], jobs: Mapping[str, Mapping[str, Any]] | None = None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from argparse import Namespace
-from collections.abc import Callable, Coroutine
-from contextlib import ExitStack
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack, aclosing
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -14,6 +15,7 @@ from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.specs.state_words import state_of
 from llama_stack_provider_trl.system.console import complain, lines_of, show_json, show_lines
 
+from ..answer_lines import answer_lines
 from ..client import ServiceClient, job_path
 from ..nodes.joining import how_to_add_a_node
 from ..plots.curves import LOSS, curves_of
@@ -23,9 +25,8 @@ from ..pull import pull
 from ..request_files import read_request
 from ..row_files import register_rows, register_uri, stored_rows
 from ..submitting import submit_request
-from ..trl_client import list_jobs, preflight_request, sorted_jobs
+from ..trl_client import all_samples, list_jobs, preflight_request, sorted_jobs
 from . import advise, machine_commands, nodes_ssh, whole_jobs
-from .answers import answers, samples
 from .chat import chat
 from .preview import preview
 from .register import register
@@ -121,6 +122,49 @@ async def logs(client: ServiceClient, options: Namespace) -> int:
     return 0
 
 
+async def answers(client: ServiceClient, options: Namespace) -> int:
+    """Print each answer as a line of JSON, or write them to a file, which appears when it is complete."""
+    if options.output is None:
+        async with aclosing(answer_lines(client, options.job_uuid)) as lines:
+            async for line in lines:
+                show_lines(line.decode(errors="backslashreplace"))
+        return 0
+    target = Path(options.output)
+    part, count = target.with_name(f".{target.name}.part"), 0
+    try:
+        with open(part, "wb") as file:
+            async with aclosing(answer_lines(client, options.job_uuid)) as lines:
+                async for line in lines:
+                    file.write(line + b"\n")
+                    count += 1
+        os.replace(part, target)
+    finally:
+        part.unlink(missing_ok=True)
+    emit(options, {"file": str(target), "answers": count}, f"{target}: {count} answers")
+    return 0
+
+
+async def samples(client: ServiceClient, options: Namespace) -> int:
+    """Print each prompt of a job, and the answers to it: before, at checkpoints and after the training."""
+    found = await all_samples(client, options.job_uuid)
+    none = "" if found["prompts"] else f"job {options.job_uuid} has no prompts: its option `samples` sets them"
+    emit(options, found, *([none] if none else _sample_lines(found)))
+    return 0
+
+
+def _sample_lines(found: dict[str, Any]) -> Iterator[str]:
+    """Texts as Python writes them: an answer may have control characters of a terminal."""
+    for number, turns in enumerate(found["prompts"]):
+        yield "prompt " + "; ".join(f"{turn['role']}: {turn['content']!r}" for turn in turns)
+        for one in found["data"]:
+            answer = one["answers"][number]
+            kind = f"{one['kind']}, " if one["kind"] != "checkpoint" else ""
+            end = "" if answer["complete"] else " (cut at the limit)"
+            yield f"  {kind}step {one['step']}: {answer['text']!r}{end}"
+    if not found["data"]:
+        yield "  no answers yet"
+
+
 async def cancel(client: ServiceClient, options: Namespace) -> int:
     await client.cancel(options.job_uuid)
     status = await client.status(options.job_uuid, config=False)
@@ -128,14 +172,8 @@ async def cancel(client: ServiceClient, options: Namespace) -> int:
     return 0
 
 
-async def pause(client: ServiceClient, options: Namespace) -> int:
-    status = await client.post(job_path(options.job_uuid, "/pause"))
-    emit(options, status, progress_line(status))
-    return 0
-
-
-async def resume(client: ServiceClient, options: Namespace) -> int:
-    status = await client.post(job_path(options.job_uuid, "/resume"))
+async def pause_or_resume(client: ServiceClient, options: Namespace) -> int:
+    status = await client.post(job_path(options.job_uuid, f"/{options.command}"))
     emit(options, status, progress_line(status))
     return 0
 
@@ -322,8 +360,8 @@ COMMANDS: dict[tuple[str, str], Command] = {
     ("jobs", "samples"): samples,
     ("jobs", "answers"): answers,
     ("jobs", "cancel"): cancel,
-    ("jobs", "pause"): pause,
-    ("jobs", "resume"): resume,
+    ("jobs", "pause"): pause_or_resume,
+    ("jobs", "resume"): pause_or_resume,
     ("jobs", "pull"): pull_checkpoint,
     ("jobs", "delete"): delete_job,
     ("datasets", "add"): add_dataset,

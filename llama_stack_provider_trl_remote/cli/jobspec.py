@@ -12,6 +12,8 @@ import json
 import posixpath
 import re
 import shlex
+from collections.abc import Callable
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -145,23 +147,8 @@ def _check(options: argparse.Namespace) -> None:
         _mounted(options)
 
 
-_OF_THE_IMAGE = (
-    "bin",
-    "boot",
-    "dev",
-    "etc",
-    "home",
-    "lib",
-    "lib64",
-    "proc",
-    "root",
-    "run",
-    "sbin",
-    "src",
-    "sys",
-    "tmp",
-)
-_TAKEN = frozenset(PurePosixPath("/", name) for name in (*_OF_THE_IMAGE, "usr", "var", "work"))
+_OF_THE_IMAGE = "bin boot dev etc home lib lib64 proc root run sbin src sys tmp usr var work"
+_TAKEN = frozenset(PurePosixPath("/", name) for name in _OF_THE_IMAGE.split())
 """Directories that a container has files of its own in: none of them can be a mounted one."""
 
 
@@ -406,7 +393,6 @@ def _containers(options: argparse.Namespace, script: str, *, swarm: bool) -> str
     text: dict[str, Any] = {"services": services, "secrets": secrets}
     if swarm:
         text = {"version": "3.8", **text}
-    if swarm:
         how = (
             "# for name in token node-token; do openssl rand -hex 24 | docker secret create $name -; done\n"
             f"# docker stack deploy -c THIS_FILE {options.name}    # at its end: docker stack rm {options.name}\n"
@@ -424,14 +410,6 @@ def _containers(options: argparse.Namespace, script: str, *, swarm: bool) -> str
 def _expanded(text: object) -> str:
     """Text of a compose file, which expands `$`."""
     return str(text).replace("$", "$$")
-
-
-def _compose(options: argparse.Namespace, script: str) -> str:
-    return _containers(options, script, swarm=False)
-
-
-def _swarm(options: argparse.Namespace, script: str) -> str:
-    return _containers(options, script, swarm=True)
 
 
 def _systemd(options: argparse.Namespace, script: str) -> str:
@@ -487,10 +465,10 @@ def _yaml(value: dict[str, Any]) -> str:
     return yaml.dump(value, Dumper=Literal, sort_keys=False, width=1000)
 
 
-_SYSTEMS = {
+_SYSTEMS: dict[str, Callable[[argparse.Namespace, str], str]] = {
     "slurm": _slurm,
     "kubernetes": _kubernetes,
-    "compose": _compose,
-    "swarm": _swarm,
+    "compose": partial(_containers, swarm=False),
+    "swarm": partial(_containers, swarm=True),
     "systemd": _systemd,
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import shlex
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from llama_stack_provider_trl.errors import InvalidRequest
 
 from ..client import ServiceClient
 from .node_commands import DEFAULT_SECONDS
+from .nodes_ssh import is_this_machine_only
 from .terminal import emit, table
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def proposed_lines(found: Search, url: str, token_file: str, certificate: str | 
 
 
 def _service_url(found: Search, url: str) -> str:
-    if not is_this_machine_only(urlsplit(url).hostname or ""):
+    if not is_this_machine_only(url):
         return url
     services = [(machine, one) for machine in found.machines for one in machine.of_kind("service")]
     if not services:
@@ -114,7 +114,7 @@ def _service_url(found: Search, url: str) -> str:
     urls = [one.url(_reached(machine, one)) for machine, one in services]
     if len(urls) > 1:
         raise InvalidRequest("--url", url, f"found {len(urls)} services: name one with --url: {', '.join(urls[:10])}.")
-    if is_this_machine_only(urlsplit(urls[0]).hostname or ""):
+    if is_this_machine_only(urls[0]):
         hint = f"other machines cannot reach the service at {urls[0]}: name another address with --url."
         raise InvalidRequest("--url", urls[0], hint)
     return urls[0]
@@ -205,7 +205,7 @@ def worker_lines(url: str, nodes: int, token_file: str, certificate: str | None 
     are no machines, or more than one and others cannot reach the service at `url`."""
     if not 0 < nodes <= MOST_NODES:
         raise InvalidRequest("--nodes", nodes, f"name 1 to {MOST_NODES} machines.")
-    if nodes > 1 and is_this_machine_only(urlsplit(url).hostname or ""):
+    if nodes > 1 and is_this_machine_only(url):
         raise InvalidRequest(
             "--url", url, "other machines cannot reach this address: name the one at which they reach the service."
         )
@@ -219,15 +219,6 @@ def agent_line(rank: int, url: str, token_file: str, certificate: str | None) ->
         given["SSL_CERT_FILE"] = certificate
     words = " ".join(f"{name}={_quoted(value)}" for name, value in given.items())
     return f"NODE_RANK={rank} {words} {SCRIPT}"
-
-
-def is_this_machine_only(host: str) -> bool:
-    """Whether other machines cannot reach this host."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host.rstrip(".").lower() == "localhost" or host.lower().endswith(".localhost")
-    return address.is_loopback or address.is_unspecified
 
 
 def _quoted(value: str) -> str:

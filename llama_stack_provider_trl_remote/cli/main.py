@@ -8,6 +8,7 @@ import difflib
 import math
 import os
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Mapping
@@ -110,9 +111,17 @@ def _completion(options: argparse.Namespace) -> int:
 
 
 def _openai(options: argparse.Namespace) -> int:
-    from .openai_lines import print_lines
+    """Print the two variables by which scripts with OpenAI's SDK call the service. The token is named and not shown."""
+    from ..address import checked_url
 
-    return print_lines(options)
+    try:
+        url = checked_url(options.url)
+    except ValueError as error:
+        complain(f"--url or TRL_SERVICE_URL: {error}")
+        return 1
+    key = '"$TRL_SERVICE_TOKEN"' if os.environ.get("TRL_SERVICE_TOKEN") else "none"
+    show_lines(f"export OPENAI_BASE_URL={shlex.quote(f'{url}/openai/v1')}", f"export OPENAI_API_KEY={key}")
+    return 0
 
 
 def _evaluate(options: argparse.Namespace) -> int:

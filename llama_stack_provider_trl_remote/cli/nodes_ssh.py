@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ipaddress
 import os
 import sys
 import time
@@ -29,7 +30,6 @@ LISTED = 30.0
 REMOVED = 60.0
 """Seconds until the service finds a node whose agent has ended absent (15 s), and removes it."""
 _POLL = 0.5
-_EQUAL = ("torch", "trl", "transformers", "peft")
 Row = dict[str, Any]
 
 
@@ -117,16 +117,17 @@ def _chosen(options: Namespace) -> tuple[Inventory, list[InventoryHost]]:
 async def _plan(client: ServiceClient, options: Namespace, inventory: Inventory) -> NodePlan:
     """What all machines get. Raises NodeError, and the errors of the service."""
     from ..nodes.identity import NodeError
-    from ..nodes.pools.ssh import NodePlan
+    from ..nodes.pools.ssh import NodePlan, equal_versions
     from ..nodes.pools.wheel import read_wheel, wheel_of_this_installation
 
     url = inventory.service or client.url
-    if _is_loopback(url):
+    if is_this_machine_only(url):
         raise NodeError(
             f"other machines cannot reach the service at {url}: set `service` of the inventory to its address for them"
         )
     token = _join_token(os.environ)
     nodes = (await client.get_all("/v1/nodes"))["data"]
+    versions = next((node.get("versions") or {} for node in nodes if node.get("head")), {})
     wheel = await asyncio.to_thread(
         lambda: read_wheel(options.wheel) if options.wheel else wheel_of_this_installation()
     )
@@ -134,25 +135,30 @@ async def _plan(client: ServiceClient, options: Namespace, inventory: Inventory)
     for key in ("certificate", "constraints"):
         path: Path | None = getattr(inventory, key)
         try:
-            texts[key] = None if path is None else path.read_text()
+            texts[key] = None if path is None else path.read_text(encoding="utf-8-sig")
         except OSError as error:
             raise NodeError(f"`{key}` of the inventory, {path}, cannot be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise NodeError(f"`{key}` of the inventory, {path}, is not text in UTF-8") from error
     return NodePlan(
         url=url,
         token=token,
         wheel=wheel,
         certificate=texts["certificate"],
-        constraints=texts["constraints"] or _constraints(nodes),
+        constraints=texts["constraints"] or equal_versions(versions),
         offline=options.offline,
         site_packages=options.site_packages,
     )
 
 
-def _constraints(nodes: Sequence[Mapping[str, Any]]) -> str | None:
-    """The versions of the service's machine, which those of a node must equal; None: it reports none."""
-    found = next((node.get("versions") or {} for node in nodes if node.get("head")), {})
-    lines = [f"{name}=={found[name]}\n" for name in _EQUAL if found.get(name)]
-    return "".join(lines) or None
+def is_this_machine_only(url: str) -> bool:
+    """Whether other machines cannot reach the host of this address."""
+    host = urlsplit(url).hostname or ""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host.rstrip(".").lower() == "localhost" or host.lower().endswith(".localhost")
+    return address.is_loopback or address.is_unspecified
 
 
 def _join_token(environ: Mapping[str, str]) -> str:
@@ -168,11 +174,6 @@ def _join_token(environ: Mapping[str, str]) -> str:
             "nodes join with a token of the role node, found none: set TRL_SERVICE_NODE_TOKEN to that of the service"
         )
     return token
-
-
-def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    return host in ("localhost", "::1", "0.0.0.0", "::") or host.startswith("127.")
 
 
 async def _on_each(

@@ -8,7 +8,6 @@ import secrets
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -166,17 +165,21 @@ async def _run_pipeline(client: ServiceClient, body: dict[str, Any], options: Na
     placed = await place(client, body)
     if options.json:
         for one in placed:
-            event = asdict(one)
+            event = dict(one)
             show_change(event.pop("job_uuid"), {"type": "placed", **event})
     else:
         rows = [
-            (one.name, one.job_uuid, "submitted" if one.is_new else f"there already, {state_word(one.state)}")
+            (
+                one["name"],
+                one["job_uuid"],
+                "submitted" if one["is_new"] else f"there already, {state_word(one['state'])}",
+            )
             for one in placed
         ]
         show_lines(*table(("job", "job_uuid", "state"), rows, cut=("state",)), flush=True)
     if options.detach:
         return 0
-    followed = [name for one in placed for name in (one.job_uuid, one.evaluation) if name is not None]
+    followed = [name for one in placed for name in (one["job_uuid"], one["evaluation"]) if name is not None]
     ended = await watch(client, followed, options.interval, as_json=options.json)
     for status in ended:
         if status["status"] != "completed":

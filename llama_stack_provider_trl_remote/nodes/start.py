@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import cast, get_args
+from typing import Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -48,8 +48,6 @@ SHORTEST_INTERVAL = 0.5
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """Settings of an agent."""
-
     url: str
     """The service's address."""
     token: str | None
@@ -193,9 +191,9 @@ def worker_settings(
         upload_mb_per_s=upload_mb_per_s,
         download_mb_per_s=download_mb_per_s,
         heartbeat_interval=_interval(heartbeat_interval or environ.get("TRL_NODE_HEARTBEAT_INTERVAL")),
-        log_level=_level(log_level or environ.get("TRL_NODE_LOG_LEVEL") or "info"),
+        log_level=_chosen("log_level", log_level or environ.get("TRL_NODE_LOG_LEVEL") or "info", get_args(LogLevel)),
         unsent=Unsent(),
-        isolation_mode=_mode(isolation or environ.get("TRL_NODE_ISOLATION") or "auto"),
+        isolation_mode=_chosen("isolation", isolation or environ.get("TRL_NODE_ISOLATION") or "auto", get_args(Mode)),
         warm_start=switch("warm_start", warm_start or environ.get("TRL_NODE_WARM_START") or "on"),
         ollama=switch("ollama", ollama or environ.get("TRL_NODE_OLLAMA") or "on"),
         announce=switch("announce", announce or environ.get("TRL_NODE_ANNOUNCE") or "off"),
@@ -251,10 +249,7 @@ def _interval(text: str | None) -> float:
     """Seconds between two heartbeats. With more than POLL_SECONDS, one failed call would count as a lost node."""
     if not text:
         return POLL_SECONDS
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
+    seconds = _number(text)
     if not SHORTEST_INTERVAL <= seconds <= POLL_SECONDS:
         raise NodeError(
             f"heartbeat_interval={text!r}: expected seconds from {SHORTEST_INTERVAL:g} to {POLL_SECONDS:g} "
@@ -263,16 +258,12 @@ def _interval(text: str | None) -> float:
     return seconds
 
 
-def _mode(text: str) -> Mode:
-    if text not in get_args(Mode):
-        raise NodeError(f"isolation={text!r}: use {', '.join(get_args(Mode))} (--isolation, TRL_NODE_ISOLATION)")
-    return cast(Mode, text)
-
-
-def _level(text: str) -> LogLevel:
-    if text not in get_args(LogLevel):
-        raise NodeError(f"log_level={text!r}: use {', '.join(get_args(LogLevel))} (--log-level, TRL_NODE_LOG_LEVEL)")
-    return cast(LogLevel, text)
+def _chosen(name: str, text: str, choices: Sequence[str], separator: str = ", ") -> Any:
+    """The value of an option. Raises NodeError: it is none of those that it may have."""
+    if text not in choices:
+        options = f"--{name.replace('_', '-')}, TRL_NODE_{name.upper()}"
+        raise NodeError(f"{name}={text!r}: use {separator.join(choices)} ({options})")
+    return text
 
 
 def _trusted(entries: Sequence[str]) -> tuple[str, ...]:
@@ -295,9 +286,7 @@ def _checks_path(environ: Mapping[str, str]) -> bool:
 
 def switch(name: str, text: str) -> bool:
     """Whether an option is on. Raises NodeError: it is neither on nor off."""
-    if text not in ("on", "off"):
-        raise NodeError(f"{name}={text!r}: use on or off (--{name.replace('_', '-')}, TRL_NODE_{name.upper()})")
-    return text == "on"
+    return bool(_chosen(name, text, ("on", "off"), " or ") == "on")
 
 
 def serve(settings: NodeSettings) -> int:

@@ -1,4 +1,5 @@
-"""Files of OpenAI's API: an uploaded file is a dataset of the service, the metrics of a job are a file of their own."""
+"""Files of OpenAI's API: an uploaded file is a dataset of the service, the metrics of a job are a file of their own. A
+file that is uploaded in parts is one as any other once it is completed."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from datetime import UTC, datetime
 from functools import lru_cache, partial
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
+from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.errors import JobNotFound
 from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.jobs.store.records import JobRecord
@@ -19,15 +21,17 @@ from llama_stack_provider_trl.specs.names import problem_of_name
 from llama_stack_provider_trl.system.files import open_regular
 
 from ..service.datasets.blobs import Blobs
+from ..service.datasets.part_uploads import PartUploads, UploadRecord
 from ..service.datasets.registry import DatasetRegistry, Entry
 from ..service.datasets.uploads import RowUploads
 from ..service.http.dataset_bodies import BlobSource, RegisterDataset
 from ..service.http.errors import NotFound, OpenAIRefused
-from .bodies import MARK
+from ..service.http.places import ListPlace
+from .bodies import MARK, CompleteUpload, CreateUpload
 from .multipart import FILE as FIELD
 from .multipart import Form
-from .names import FILE, JOB, Called, job_of_result, new_file, result_file
-from .results import metrics_csv
+from .names import FILE, JOB, Called, file_of_upload, job_of_result, new_file, result_file
+from .shown import metrics_csv
 
 type Json = dict[str, Any]
 PURPOSE, RESULTS = "fine-tune", "fine-tune-results"
@@ -41,14 +45,6 @@ MOST_FILES = 1000
 _SIZES = 4096
 _INEXACT = 1e-5
 """Seconds by which the time of a record may differ from the stored one: more than a microsecond."""
-
-
-class _FilePlace(NamedTuple):
-    """Of a file among all."""
-
-    at: float
-    """Time at which it was made, in seconds since the epoch."""
-    name: str
 
 
 class OpenAIFiles:
@@ -163,24 +159,24 @@ class OpenAIFiles:
             raise _no_file(file_id, param)
         return entry
 
-    def _place(self, file_id: str) -> _FilePlace:
-        """Where a file is among all. Raises OpenAIRefused."""
+    def _place(self, file_id: str) -> ListPlace:
+        """Where a file is among all, by the time at which it was made. Raises OpenAIRefused."""
         if (job_uuid := job_of_result(file_id)) is not None:
             completed_at = self._job_of(file_id, job_uuid, "after").completed_at
             assert completed_at is not None
-            return _FilePlace(completed_at.timestamp(), file_id)
-        return _FilePlace(self._entry(file_id, "after").registered_at, file_id)
+            return ListPlace(completed_at.timestamp(), file_id)
+        return ListPlace(self._entry(file_id, "after").registered_at, file_id)
 
-    def _places(self, purpose: str | None, beyond: _FilePlace | None, *, newest_first: bool) -> Iterator[_FilePlace]:
+    def _places(self, purpose: str | None, beyond: ListPlace | None, *, newest_first: bool) -> Iterator[ListPlace]:
         """Places of the files beyond one, and of the datasets whose names are alike."""
-        sources: list[Iterable[_FilePlace]] = []
+        sources: list[Iterable[ListPlace]] = []
         if purpose in (None, PURPOSE):
-            uploaded = [_FilePlace(place.order, place.name) for place in self._registry.places(FILE)]
+            uploaded = self._registry.places(FILE)
             sources.append(reversed(uploaded) if newest_first else uploaded)
         if purpose in (None, RESULTS):
-            at = None if beyond is None else beyond.at + (_INEXACT if newest_first else -_INEXACT)
+            at = None if beyond is None else beyond.order + (_INEXACT if newest_first else -_INEXACT)
             ended = self._store.completed(JOB, at, newest_first=newest_first)
-            sources.append(_FilePlace(_in_microseconds(at), result_file(job_uuid)) for at, job_uuid in ended)
+            sources.append(ListPlace(_in_microseconds(at), result_file(job_uuid)) for at, job_uuid in ended)
         for place in heapq.merge(*sources, reverse=newest_first):
             if beyond is None or (place < beyond if newest_first else place > beyond):
                 yield place
@@ -264,3 +260,56 @@ def _object(file_id: str, size: int, created_at: float, filename: str, purpose: 
 def _no_file(file_id: str, param: str) -> OpenAIRefused:
     text = f"no file {file_id[:200]!r} is here ({param}): GET /openai/v1/files lists those that are"
     return OpenAIRefused(text, param, "not_found", 404)
+
+
+class OpenAIUploads:
+    """The uploads of a service. Each belongs to the token that has begun it."""
+
+    def __init__(self, uploads: PartUploads, files: OpenAIFiles) -> None:
+        self._uploads, self._files = uploads, files
+
+    async def create(self, body: CreateUpload, caller: str) -> Json:
+        """Begin an upload. Raises the errors of `PartUploads.create`."""
+        return _upload_object(await self._uploads.create(caller, body.filename, body.bytes))
+
+    async def add_part(
+        self, upload_id: str, form: Form, stream: AsyncIterator[bytes], announced: int, caller: str
+    ) -> Json:
+        """Store a part. Raises OpenAIRefused: the form cannot be honoured; The errors of `PartUploads.add_part`."""
+        pieces = form.file(stream, lambda: None)
+        part = await self._uploads.add_part(upload_id, caller, pieces, announced)
+        return {
+            "id": part.part_id,
+            "object": "upload.part",
+            "created_at": int(part.created_at),
+            "upload_id": upload_id,
+        }
+
+    async def complete(self, upload_id: str, body: CompleteUpload, caller: str) -> Json:
+        """Make a file of the parts. Raises the errors of `PartUploads.complete`."""
+
+        async def register(upload: UploadRecord, sha256: str) -> None:
+            faults.reach("upload-counted")
+            file_id = file_of_upload(upload.upload_id)
+            await self._files.register(file_id, upload.filename, upload.num_bytes, sha256, caller)
+
+        upload = await self._uploads.complete(upload_id, caller, body.part_ids, body.md5, register)
+        return {**_upload_object(upload), "file": await asyncio.to_thread(self._files.get, file_of_upload(upload_id))}
+
+    async def cancel(self, upload_id: str, caller: str) -> Json:
+        """Cancel an upload. Raises the errors of `PartUploads.cancel`."""
+        return _upload_object(await self._uploads.cancel(upload_id, caller))
+
+
+def _upload_object(upload: UploadRecord) -> Json:
+    return {
+        "id": upload.upload_id,
+        "object": "upload",
+        "bytes": upload.num_bytes,
+        "created_at": int(upload.created_at),
+        "expires_at": int(upload.expires_at),
+        "filename": upload.filename,
+        "purpose": PURPOSE,
+        "status": upload.status,
+        "file": None,
+    }

@@ -11,15 +11,18 @@ from starlette.responses import JSONResponse
 
 from llama_stack_provider_trl.jobs.store.records import JobRecord
 
+from ..service.context import Service
 from ..service.dependencies import StoreDep, StoredJobsDep
 from ..service.http.declared_routes import Routes
 from ..service.http.errors import OPENAI_FORM, OpenAIRefused, declared
-from ..service.routes.files import OCTETS, file_response
+from ..service.routes.files import RangeHeader, file_answers, file_response
 from ..service.routes.openai import OpenAIRoute
 from ..service.security.access import ADMINS, BODY, USERS, USERS_JOB, USERS_PART, USERS_UPLOAD, CurrentCaller
 from ..service.serving.openai import model_list
 from .bodies import CompleteUpload, CreateFineTuningJob, CreatePermissions, CreateUpload
-from .calls import OpenAICallsDep
+from .files import OpenAIFiles, OpenAIUploads
+from .jobs import FineTuning
+from .models import OpenAIModels
 from .multipart import Form
 from .names import JOB, Called
 from .shown import checkpoint_page, event_page, find_job, job_object
@@ -34,43 +37,43 @@ UploadId = Annotated[str, Path(description="Id of an upload", max_length=128)]
 Tuned = Annotated[str, Path(description="A fine-tuned model, or a checkpoint of one", max_length=512)]
 After = Annotated[str | None, Query(max_length=512, description="Id of the last object of the page before")]
 _METADATA = "metadata["
-_FORM: Json = {
-    "requestBody": {
-        "required": True,
-        "description": "The fields `purpose` (fine-tune) and `file`",
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "properties": {
-                        "purpose": {"type": "string", "enum": ["fine-tune"]},
-                        "file": {"type": "string", "format": "binary"},
-                    },
-                    "required": ["purpose", "file"],
-                }
-            }
-        },
+_BYTES: Json = {"type": "string", "format": "binary"}
+
+
+def _form(text: str, **fields: Json) -> Json:
+    """The `openapi_extra` of a route whose body is a form."""
+    schema = {"type": "object", "properties": fields, "required": [*fields]}
+    return {
+        "requestBody": {"required": True, "description": text, "content": {"multipart/form-data": {"schema": schema}}}
     }
-}
-_PART_FORM: Json = {
-    "requestBody": {
-        "required": True,
-        "description": "The field `data`, with the bytes of the part",
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "properties": {"data": {"type": "string", "format": "binary"}},
-                    "required": ["data"],
-                }
-            }
-        },
-    }
-}
-_CONTENT: dict[int | str, Json] = {
-    200: {"content": OCTETS, "description": "The whole file"},
-    206: {"content": OCTETS, "description": "The bytes that Range asks for"},
-}
+
+
+_FORM = _form(
+    "The fields `purpose` (fine-tune) and `file`", purpose={"type": "string", "enum": ["fine-tune"]}, file=_BYTES
+)
+_PART_FORM = _form("The field `data`, with the bytes of the part", data=_BYTES)
+
+
+class OpenAICalls:
+    """Files, jobs and models of a service, built at the first call. Its state is the locks of requests that are under
+    way, and which answers may have been lost."""
+
+    def __init__(self, service: Service) -> None:
+        self.files = OpenAIFiles(service.datasets, service.row_uploads, service.blobs, service.store)
+        self.uploads = OpenAIUploads(service.part_uploads, self.files)
+        self.fine_tuning = FineTuning(service.submissions, service.store, self.files, service.settings.openai.models)
+        self.models = OpenAIModels(service.chats, service.jobs, service.store)
+
+
+async def _calls(request: Request) -> OpenAICalls:
+    state = request.app.state
+    if not hasattr(state, "openai"):
+        state.openai = OpenAICalls(state.service)
+    found: OpenAICalls = state.openai
+    return found
+
+
+OpenAICallsDep = Annotated[OpenAICalls, Depends(_calls)]
 
 
 async def _refuse_others(request: Request) -> None:
@@ -136,12 +139,12 @@ async def get_file(calls: OpenAICallsDep, file_id: FileId) -> Response:
     "/files/{file_id}/content",
     dependencies=[USERS],
     response_class=Response,
-    responses={**_declared(404, 416), **_CONTENT},
+    responses={**_declared(404, 416), **file_answers()},
 )
 async def file_content(
     calls: OpenAICallsDep,
     file_id: FileId,
-    wanted: Annotated[str | None, Header(alias="Range", description="One range of bytes, such as bytes=100-")] = None,
+    wanted: RangeHeader = None,
 ) -> Response:
     """The content of a file, byte by byte as it was uploaded; of a job's metrics, a CSV file."""
     opener, size, digest = await asyncio.to_thread(calls.files.content, file_id)

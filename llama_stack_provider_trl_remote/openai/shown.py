@@ -1,10 +1,12 @@
-"""Jobs, their events and checkpoints in OpenAI's forms."""
+"""Jobs, their events, checkpoints and metrics in OpenAI's forms: the metrics are a CSV file with a line per optimizer
+step."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import groupby
 from typing import Any, Literal
 
 from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound
@@ -32,7 +34,6 @@ from ..service.views.events import Cursor, Line, read_back
 from .bodies import MARK
 from .graders import with_named_models
 from .names import JOB, OWNER, Called, checkpoint_name, result_file
-from .results import values_of
 
 type Json = dict[str, Any]
 _STATUS = {
@@ -266,3 +267,46 @@ def _metrics(event: Progress | Evaluated, job: JobRecord) -> tuple[str, Json]:
     what, loss = ("training", values["train_loss"]) if kind == "train" else ("validation", values["valid_loss"])
     total = f"/{job.progress.total_steps}" if job.progress.total_steps else ""
     return f"Step {event.step}{total}: {what} loss={'unknown' if loss is None else f'{loss:.4f}'}", data
+
+
+COLUMNS = ("step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_token_accuracy")
+_PAGE = 4000
+_ACCURACIES = ("mean_token_accuracy", "rewards/accuracies")
+"""Of supervised jobs, and of DPO: the share of pairs whose preferred answer has the higher reward."""
+
+
+def metrics_csv(store: Store, job_uuid: str) -> Iterator[bytes]:
+    """The lines, some at a time. Raises JobNotFound."""
+    yield (",".join(COLUMNS) + "\n").encode()
+    after = -1
+    while True:
+        points = list(store.points(job_uuid, after, _PAGE))
+        if len(points) == _PAGE:  # the last step may go on
+            last = points[-1].step
+            points = [point for point in points if point.step < last]
+        if not points:
+            return
+        yield "".join(_line(step, list(group)) for step, group in groupby(points, lambda point: point.step)).encode()
+        after = points[-1].step
+
+
+def values_of(points: list[PointRecord]) -> dict[str, float | None]:
+    """The columns behind the step, of the points of one step."""
+    found: dict[str, float | None] = dict.fromkeys(COLUMNS[1:])
+    for point in points:
+        if point.kind == "train":
+            found["train_loss"] = point.metrics.get("loss")
+            found["train_accuracy"] = _accuracy(point.metrics, "")
+        else:
+            found["valid_loss"] = point.metrics.get("eval_loss")
+            found["valid_mean_token_accuracy"] = _accuracy(point.metrics, "eval_")
+    return found
+
+
+def _accuracy(metrics: Mapping[str, float], prefix: str) -> float | None:
+    return next((metrics[prefix + name] for name in _ACCURACIES if prefix + name in metrics), None)
+
+
+def _line(step: int, points: list[PointRecord]) -> str:
+    values = values_of(points)
+    return ",".join([str(step), *("" if value is None else f"{value:.6g}" for value in values.values())]) + "\n"

@@ -30,9 +30,8 @@ from .pages import (
     node_pages,
     playground_pages,
     static_files,
-    trial_pages,
 )
-from .routes import agents, datasets, graders, job_files, jobs, live, nodes, openai, pools, tokens
+from .routes import agents, datasets, graders, job_files, jobs, live, nodes, openai, tokens
 from .routes.service import pages
 from .routes.service import router as service_router
 from .security.access import CALLER, Caller
@@ -69,7 +68,7 @@ def make_app(service: Service) -> FastAPI:
     _include(app, datasets.readings, "/v1", dependencies=token)
     _include(app, nodes.router, "/v1", dependencies=token)
     _include(app, agents.router, "/v1", dependencies=token)
-    _include(app, pools.router, "/v1", dependencies=token)
+    _include(app, nodes.pool_router, "/v1", dependencies=token)
     _include(app, tokens.router, "/v1", dependencies=token)
     _include(app, tokens.audit, "/v1", dependencies=token)
     _include(app, tokens.logs, "/v1", dependencies=token)
@@ -89,7 +88,6 @@ def make_app(service: Service) -> FastAPI:
                 login,
                 list_pages,
                 job_pages,
-                trial_pages,
                 answer_pages,
                 node_pages,
                 data_pages,
@@ -117,7 +115,7 @@ def make_dashboard(dashboard: Dashboard) -> FastAPI:
     app = _application(dashboard)
     for router in (live.router, job_files.router):
         _include(app, router, "/v1")
-    own_pages = (list_pages, job_pages, trial_pages, answer_pages, compare_pages)
+    own_pages = (list_pages, job_pages, answer_pages, compare_pages)
     for router in (static_files.router, login.router, *(each.router for each in own_pages)):
         _include(app, router, "")
     configured = ConfiguredTokens(dashboard.settings)

@@ -19,7 +19,7 @@ from ..nodes.pools.ray_dashboard import sender
 from ..nodes.pools.ray_jobs import RayJobs
 from ..nodes.pools.ray_pool import RayPool
 from ..nodes.pools.slurm import SlurmPool
-from ..nodes.pools.ssh import NodePlan, require_asyncssh
+from ..nodes.pools.ssh import NodePlan, equal_versions, require_asyncssh
 from ..nodes.pools.ssh_pool import SshPool
 from ..nodes.pools.wheel import wheel_of_this_installation
 from .cluster.pools import ManagedPool
@@ -28,8 +28,6 @@ from .pool_settings import KubernetesPoolSettings, PoolSettings, RayPoolSettings
 from .settings import ServiceSettings, SettingsError
 
 _GIB = 1 << 30
-_EQUAL = ("torch", "trl", "transformers", "peft")
-"""Packages of which every node has the service's version."""
 
 
 def managed_pool(settings: PoolSettings, service: ServiceSettings) -> ManagedPool:
@@ -151,19 +149,14 @@ def _node_plan(
             f"the inventory {settings.inventory} has the service {service}, the pool has service_url "
             f"{settings.service_url}: leave it out of the inventory"
         )
+    ours = versions(str(train_python) if train_python else None) if constraints is None else {}
     return NodePlan(
         url=settings.service_url,
         token=token,
         wheel=wheel_of_this_installation(),
         certificate=certificate.read_text(encoding="utf-8-sig") if certificate else None,
-        constraints=constraints.read_text(encoding="utf-8-sig") if constraints else _constraints(train_python),
+        constraints=constraints.read_text(encoding="utf-8-sig") if constraints else equal_versions(ours),
         offline=settings.offline,
         site_packages=settings.site_packages,
         join_timeout=min(settings.join_seconds, 90.0),
     )
-
-
-def _constraints(train_python: Path | None) -> str | None:
-    """The versions of this machine, which those of a node must equal."""
-    found = versions(str(train_python) if train_python else None)
-    return "".join(f"{name}=={found[name]}\n" for name in _EQUAL if found.get(name)) or None

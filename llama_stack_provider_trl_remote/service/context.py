@@ -83,21 +83,18 @@ _QUEUE_OF_A_TOKEN, _QUEUE = 64, 1024
 """Requests with costly work that a token may have at once; and the only caller of a service without tokens."""
 
 
-class Dashboard:
-    """The parts behind the pages of jobs that another process supervises."""
+class _Parts:
+    """What answers calls on jobs, whichever process supervises them."""
 
-    audit = None
-    """Calls are not recorded."""
+    bodies: Bodies
 
     def __init__(self, settings: ServiceSettings) -> None:
         self.settings = settings
         self.store = Store(DataDir(settings.data_dir).database)
         self.work = _costly_work(settings)
-        self.bodies = Bodies()
         self.digests = Digests()
         self.feeds = Feeds(self.store)
         self.series = SeriesAnswers(self.store)
-        self.jobs = StoredJobs(self.store, settings.data_dir, settings.preempt)
         self.stopping = asyncio.Event()
         """Set when the server begins to stop: streams end then, instead of keeping it."""
 
@@ -109,7 +106,19 @@ class Dashboard:
         self.store.close()
 
 
-class Service:
+class Dashboard(_Parts):
+    """The parts behind the pages of jobs that another process supervises."""
+
+    audit = None
+    """Calls are not recorded."""
+
+    def __init__(self, settings: ServiceSettings) -> None:
+        super().__init__(settings)
+        self.bodies = Bodies()
+        self.jobs = StoredJobs(self.store, settings.data_dir, settings.preempt)
+
+
+class Service(_Parts):
     """The parts of one service on one data directory.
 
     Args:
@@ -117,7 +126,6 @@ class Service:
     """
 
     def __init__(self, settings: ServiceSettings, config: Path | None = None) -> None:
-        self.settings = settings
         self.devices = settings.devices()
         check_interpreter(settings.train_python)
         check_vllm(settings.vllm_python)
@@ -127,10 +135,7 @@ class Service:
             [settings.data_dir, *account_directories()],
             [config, *_secret_files(settings)],
         )
-        self.store = Store(DataDir(settings.data_dir).database)
-        self.work = _costly_work(settings)
-        self.stopping = asyncio.Event()
-        """Set when the server begins to stop: streams end then, instead of keeping it."""
+        super().__init__(settings)
         self._add_records()
         self._add_datasets()
         self._add_machines()
@@ -148,9 +153,6 @@ class Service:
             DataDir(settings.data_dir).audit, int(settings.audit_mb * (1 << 20)), settings.audit_files
         )
         self.refusals = Refusals(self.audit)
-        self.digests = Digests()
-        self.feeds = Feeds(self.store)
-        self.series = SeriesAnswers(self.store)
         self.logs = ServiceLogs(settings.data_dir)
 
     def _add_datasets(self) -> None:
@@ -307,13 +309,6 @@ class Service:
         self.refusals.flush()
         self.audit.write("stopped", version=__version__)
         self.audit.close()
-
-    def close(self) -> None:
-        """Close the database, and end what threads do here."""
-        self.work.close()
-        self.digests.close()
-        self.bodies.close()
-        self.store.close()
 
     def wake(self) -> None:
         """Have the supervisor check the jobs now."""

@@ -21,10 +21,9 @@ from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
 from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry
 from llama_stack_provider_trl_remote.service.http.dataset_bodies import RegisterDataset, RowsSource
 from llama_stack_provider_trl_remote.service.http.errors import Conflict, NotFound
-from llama_stack_provider_trl_remote.service.http.places import ListPlace
+from llama_stack_provider_trl_remote.service.http.places import ListPlace, page_of
 from llama_stack_provider_trl_remote.service.routes.job_files import job_metrics
 from llama_stack_provider_trl_remote.service.routes.nodes import nodes
-from llama_stack_provider_trl_remote.service.routes.paging import page_of
 from llama_stack_provider_trl_remote.service.routes.tokens import list_tokens
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 

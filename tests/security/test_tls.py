@@ -21,8 +21,7 @@ from llama_stack_provider_trl.errors import ServiceUnreachable
 from llama_stack_provider_trl_remote.client import ServiceClient, Timeouts
 from llama_stack_provider_trl_remote.nodes.calls import NodeClient, Pace
 from llama_stack_provider_trl_remote.nodes.pools.on_host import HostProblem, check_service
-from llama_stack_provider_trl_remote.service.settings import ServiceSettings, SettingsError
-from llama_stack_provider_trl_remote.service.tls import server_context
+from llama_stack_provider_trl_remote.service.settings import ServiceSettings, SettingsError, server_context
 from llama_stack_provider_trl_remote.trl_client import TrlClient
 from tests.fake_service import fake_service
 from tests.security.certificates import certificate

@@ -12,8 +12,8 @@ import pytest
 from llama_stack_provider_trl_remote.service.pages.conversation_view import answer_turn, beside
 from llama_stack_provider_trl_remote.service.pages.rendering import _environment
 from llama_stack_provider_trl_remote.service.security.access import Caller
-from llama_stack_provider_trl_remote.service.views import answer_rows
-from llama_stack_provider_trl_remote.service.views.answer_rows import read_rows
+from llama_stack_provider_trl_remote.service.views import answers as module
+from llama_stack_provider_trl_remote.service.views.answers import read_rows
 
 
 def file(*answers: dict[str, Any]) -> tuple[Any, int]:
@@ -63,7 +63,7 @@ def test_scores_of_judges_and_graders_are_beside_what_passes() -> None:
 
 def test_no_more_of_the_files_is_read_than_a_page_may(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = file(*[answer(row) for row in range(100)])
-    monkeypatch.setattr(answer_rows, "MOST_BYTES", 2 * answers[1] // 10)
+    monkeypatch.setattr(module, "MOST_BYTES", 2 * answers[1] // 10)
     found = read_rows([answers, answers], 0, 1000, "all")
     assert len(found.rows) in (9, 10)
     assert found.is_cut
@@ -98,7 +98,7 @@ def test_a_line_that_is_no_answer_is_counted_and_left_out(line: Any) -> None:
 
 
 def test_a_long_line_is_left_out_and_those_behind_it_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer_rows, "_LONGEST", 400)
+    monkeypatch.setattr(module, "_LONGEST", 400)
     found = read_rows([file(answer(0), answer(1, "x" * 1000), answer(2))], 0, 10, "all")
     assert ([row.row for row in found.rows], found.unreadable, found.is_cut) == ([0, 2], 1, False)
 

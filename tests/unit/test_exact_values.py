@@ -20,8 +20,8 @@ from llama_stack_provider_trl.specs.exact import ExactValues
 from llama_stack_provider_trl.specs.job import AttentionMask, OptimizerName, OptimizerSpec, SchedulerName
 from llama_stack_provider_trl.specs.schedules import problem_of_warmup
 from llama_stack_provider_trl_remote.nodes.pools.inventory import InventoryHost
-from llama_stack_provider_trl_remote.service.config_file import fill_in
 from llama_stack_provider_trl_remote.service.http.dataset_bodies import RegisterDataset
+from llama_stack_provider_trl_remote.service.loading import fill_in
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 
 TRAINING = {"n_epochs": 1, "data_config": {"dataset_id": "d", "batch_size": 1}}

@@ -71,7 +71,7 @@ def test_requests_are_written_beside_the_event_loop(monkeypatch: pytest.MonkeyPa
         status=nothing,
         role="submit",
     )
-    asyncio.run(new_job_pages._page(some, some, some, some, {"model": "m"}))
+    asyncio.run(new_job_pages.FormParts(some, some, some, some).page({"model": "m"}))
     asyncio.run(job_pages.job_page(some, some, some, some, "a"))
     assert len(threads) == 2
     assert threading.get_ident() not in threads

@@ -322,6 +322,17 @@ def test_up_reports_each_machine_and_one_that_fails_leaves_the_others_alone(
     assert json.loads(capsys.readouterr().out)[0]["result"] == "started"
 
 
+def test_the_texts_that_the_inventory_names_are_utf_8(hosts: Hosts, inventory: Path) -> None:
+    named = yaml.safe_load(inventory.read_text()) | {"constraints": "versions.txt"}
+    inventory.write_text(yaml.safe_dump(named))
+    inventory.with_name("versions.txt").write_bytes(b"\xef\xbb\xbf# f\xc3\xbcr uns\ntorch==2.13.0\n")
+    assert call(Client("a", "b"), "up") == 0
+    assert hosts.plans["a"].constraints == "# für uns\ntorch==2.13.0\n"
+    inventory.with_name("versions.txt").write_bytes(b"\x30\x82\xff")
+    with pytest.raises(NodeError, match=r"`constraints` of the inventory, .*versions.txt, is not text in UTF-8$"):
+        call(Client("a", "b"), "up")
+
+
 def test_up_reports_a_node_that_the_service_does_not_list_or_gives_no_jobs(
     hosts: Hosts, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llama_stack_provider_trl_remote.openai.repeats import BACK_OFF, Repeats
+from llama_stack_provider_trl_remote.openai.jobs import BACK_OFF, Repeats
 
 
 def test_an_answer_may_be_lost_until_the_sdk_would_have_tried_again() -> None:

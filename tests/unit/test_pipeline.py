@@ -10,7 +10,7 @@ import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl_remote.service.jobs.pipeline_steps import JOBS, SECTION, digest_of, resolved, steps_of
-from llama_stack_provider_trl_remote.submitting import KEYS, Placed, is_pipeline, place
+from llama_stack_provider_trl_remote.submitting import KEYS, is_pipeline, place
 from tests.unit.pipeline_service import Json, Service
 
 
@@ -323,13 +323,13 @@ def test_the_evaluation_at_the_end_of_a_job_is_known_while_the_service_has_it() 
 def test_the_client_sends_the_whole_file_in_one_request() -> None:
     sent: list[tuple[str, Json]] = []
 
+    row = {"name": "a", "job_uuid": "a-1", "is_new": True, "state": "scheduled", "evaluation": None}
+
     class Client:
         async def submit(self, path: str, body: Json) -> Any:
             sent.append((path, body))
-            return {
-                "data": [{"name": "a", "job_uuid": "a-1", "is_new": True, "state": "scheduled", "evaluation": None}]
-            }
+            return {"data": [row]}
 
     client: Any = Client()
-    assert asyncio.run(place(client, PIPELINE)) == [Placed("a", "a-1", True, "scheduled")]
+    assert asyncio.run(place(client, PIPELINE)) == [row]
     assert sent == [("/v1/post-training/pipelines", PIPELINE)]

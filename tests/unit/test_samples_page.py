@@ -25,7 +25,7 @@ from llama_stack_provider_trl.specs.job import SampleMessage, SamplesSpec
 from llama_stack_provider_trl.specs.work import ANSWERS, GenerateSpec
 from llama_stack_provider_trl.system.ownership import Ownership
 from llama_stack_provider_trl_remote.service.pages.conversation_view import answer_turn, exchange_of, exchanges_of
-from llama_stack_provider_trl_remote.service.views.rollouts import ROLLOUTS, answers_of, rollouts_of
+from llama_stack_provider_trl_remote.service.views.answers import ROLLOUTS, answers_of, rollouts_of
 from llama_stack_provider_trl_remote.service.views.samples import COLUMNS, SideBySide, list_samples, side_by_side
 from tests.fakes import FakeClock, job_spec
 

@@ -25,9 +25,8 @@ from llama_stack_provider_trl.specs.job import ShardingSpec
 from llama_stack_provider_trl_remote.nodes.pools.base import PoolOrder, PoolRefusal
 from llama_stack_provider_trl_remote.nodes.pools.ssh_pool import SshPool
 from llama_stack_provider_trl_remote.service.app import make_app
-from llama_stack_provider_trl_remote.service.config_file import fill_in, provider_block
 from llama_stack_provider_trl_remote.service.configured_pools import managed_pool
-from llama_stack_provider_trl_remote.service.loading import load_settings
+from llama_stack_provider_trl_remote.service.loading import fill_in, load_settings, provider_block
 from llama_stack_provider_trl_remote.service.openai_settings import OpenAIModel, OpenAISettings, OpenAIWebhook
 from llama_stack_provider_trl_remote.service.pool_settings import (
     KubernetesPoolSettings,

@@ -20,7 +20,7 @@ from llama_stack_provider_trl.system.files import put_rows
 from llama_stack_provider_trl.system.texts import DuplicateKey, decoded, parse_json
 from llama_stack_provider_trl_remote.nodes.identity import read_token
 from llama_stack_provider_trl_remote.request_files import read_request
-from llama_stack_provider_trl_remote.service.config_file import provider_block
+from llama_stack_provider_trl_remote.service.loading import provider_block
 
 NAN, INFINITY = float("nan"), float("inf")
 CONFIG = "providers:\n  post_training:\n  - provider_type: remote::trl_remote\n    config:\n      port: 1\n"

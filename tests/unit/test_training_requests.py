@@ -12,9 +12,9 @@ from llama_stack_provider_trl.requests.bodies import PreferenceOptimizeRequest, 
 from llama_stack_provider_trl_remote.service.http.bodies import (
     PreferenceOptimizeBody,
     PreflightBody,
+    PreviewBody,
     SupervisedFineTuneBody,
 )
-from llama_stack_provider_trl_remote.service.http.preview import PreviewBody
 from llama_stack_provider_trl_remote.service.jobs.training_requests import TrainingBody, training_request
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 

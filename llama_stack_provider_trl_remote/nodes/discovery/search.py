@@ -16,8 +16,6 @@ from .sightings import Sighting, machine_hash
 
 @dataclass(frozen=True)
 class Search:
-    """The result of a search."""
-
     machines: tuple[FoundMachine, ...]
     notes: tuple[str, ...]
     """What was not searched, and why."""

@@ -29,8 +29,6 @@ Send = Callable[[str, str, Mapping[str, Any] | None], RayAnswer]
 
 
 class RayJobs:
-    """The jobs of a Ray cluster."""
-
     def __init__(self, address: str, send: Send) -> None:
         self.address = address
         self._send = send

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from llama_stack_provider_trl.errors import MissingExtra
 from llama_stack_provider_trl.system import owned_paths
 
+from ...wire import VERSIONS
 from ..identity import NodeError
 from . import on_host
 from .inventory import InventoryHost
@@ -74,6 +75,12 @@ class NodePlan:
     """The environment shows the packages of the Python that it is made with."""
     install_timeout: float = 1800.0
     join_timeout: float = 90.0
+
+
+def equal_versions(found: Mapping[str, str]) -> str | None:
+    """Constraints of pip out of the versions of the service's machine, which those of a node must equal; None: none is
+    known."""
+    return "".join(f"{name}=={found[name]}\n" for name in VERSIONS[1:] if found.get(name)) or None
 
 
 async def start_node(host: InventoryHost, plan: NodePlan, progress: Progress = lambda text: None) -> dict[str, Any]:

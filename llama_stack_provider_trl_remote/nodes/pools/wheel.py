@@ -26,8 +26,6 @@ _MOST_BYTES = 64 << 20
 
 
 class Wheel(NamedTuple):
-    """A wheel in memory."""
-
     name: str
     """Name of its file."""
     content: bytes

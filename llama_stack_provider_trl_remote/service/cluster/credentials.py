@@ -29,8 +29,8 @@ class NodeCredentials:
         except StoreError as error:
             log.error("a credential cannot be checked: %s", error)
             shortage = shortage_behind(error)
-            after = {} if shortage.retry_after is None else {"Retry-After": str(shortage.retry_after)}
-            raise Refused(shortage.status, shortage.described("a credential cannot be checked"), after) from error
+            text = shortage.described("a credential cannot be checked")
+            raise Refused(shortage.status, text, shortage.headers) from error
         if found is None:
             return None
         if found.revoked:

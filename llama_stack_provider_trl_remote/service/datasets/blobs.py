@@ -154,13 +154,8 @@ class Blobs:
                 arrived(len(piece))
                 written(len(piece))
 
-            waiting = bytearray()
-            async for piece in pieces:
-                waiting += piece
-                if len(waiting) >= _FLUSHED:
-                    await to_its_end(write, bytes(waiting))
-                    waiting.clear()
-            await to_its_end(write, bytes(waiting))
+            async for data in gathered(pieces):
+                await to_its_end(write, data)
             with open(file, "rb") as source:
                 found = await self.convert(f"upload{ending}", source.fileno(), storing)
         assert found is not None  # no stamp was given that it could have
@@ -256,26 +251,24 @@ class Blobs:
         return RowsVerdict(num_rows=answer["num_rows"], warnings=answer["warnings"], error=answer["error"])
 
     async def _write(self, output: BinaryIO, pieces: AsyncIterator[bytes], written: Callable[[int], object]) -> str:
-        digest, waiting, num_rows, last = hashlib.sha256(), bytearray(), 0, b"\n"
+        digest, num_rows, last = hashlib.sha256(), 0, b"\n"
 
-        def flush(data: bytes | bytearray) -> None:
+        def flush(data: bytes) -> None:
             digest.update(data)
             output.write(data)
             output.flush()
             written(len(data))
 
-        async for piece in pieces:
-            num_rows += piece.count(b"\n")
-            last = piece[-1:] or last
-            self.check_count(num_rows + (last != b"\n"))
-            if not waiting and len(piece) >= _WRITTEN_ALONE:
-                await to_its_end(flush, piece)
-                continue
-            waiting += piece
-            if len(waiting) >= _FLUSHED:
-                await to_its_end(flush, waiting)
-                waiting.clear()
-        await to_its_end(flush, waiting)
+        async def counted() -> AsyncIterator[bytes]:
+            nonlocal num_rows, last
+            async for piece in pieces:
+                num_rows += piece.count(b"\n")
+                last = piece[-1:] or last
+                self.check_count(num_rows + (last != b"\n"))
+                yield piece
+
+        async for data in gathered(counted()):
+            await to_its_end(flush, data)
         return digest.hexdigest()
 
     async def _child(
@@ -360,6 +353,21 @@ class Blobs:
     def _too_many(self) -> TooLarge:
         limit = self._settings.max_rows
         return TooLarge(f"the dataset has more than {limit} rows (max_rows): split it")
+
+
+async def gathered(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The bytes of an upload in parts that are worth a thread to write them."""
+    waiting = bytearray()
+    async for piece in pieces:
+        if not waiting and len(piece) >= _WRITTEN_ALONE:
+            yield piece
+            continue
+        waiting += piece
+        if len(waiting) >= _FLUSHED:
+            yield bytes(waiting)
+            waiting.clear()
+    if waiting:
+        yield bytes(waiting)
 
 
 def _count_lines(path: Path) -> int:

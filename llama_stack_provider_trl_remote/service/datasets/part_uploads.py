@@ -34,7 +34,7 @@ from llama_stack_provider_trl.system.offload import FairSlots, entered, storing,
 from ..http.errors import NotFound, TooLarge
 from ..settings import ServiceSettings
 from ..space import Use
-from .blobs import Blobs
+from .blobs import Blobs, gathered
 from .quotas import CountedRows, Quotas
 
 log = logging.getLogger(__name__)
@@ -57,8 +57,6 @@ _UPLOAD, _PART, _STAGED = "upload_", "part_", ".part-"
 _NAME, _PART_NAME = re.compile(rf"{_UPLOAD}[0-9a-f]{{24}}"), re.compile(rf"{_PART}[0-9a-f]{{24}}")
 _PIECE = 256 << 10
 """Bytes of a part that are copied at a time: 220 MiB a second, where 64 KiB are 130 and 1 MiB 290."""
-_FLUSHED = 64 << 10
-"""Bytes of a part that are held in memory, as of other uploads."""
 
 
 class UploadRecord(BaseModel):
@@ -359,26 +357,27 @@ class PartUploads:
         self, upload: _Upload, output: BinaryIO, pieces: AsyncIterator[bytes], written: Callable[[int], None]
     ) -> tuple[str, int]:
         """Digest and bytes of a part."""
-        digest, waiting, size = hashlib.sha256(), bytearray(), 0
+        digest, size = hashlib.sha256(), 0
 
-        def flush() -> None:
-            digest.update(waiting)
-            output.write(waiting)
+        def flush(data: bytes) -> None:
+            digest.update(data)
+            output.write(data)
             output.flush()
-            written(len(waiting))
+            written(len(data))
 
-        async for piece in pieces:
-            size += len(piece)
-            if size > MOST_PART:
-                raise TooLarge(f"the part has more than {MOST_PART >> 20} MiB: send it as several parts")
-            _require_room(upload, 0, size)
-            waiting += piece
-            if len(waiting) >= _FLUSHED:
-                await to_its_end(flush)
-                waiting.clear()
+        async def counted() -> AsyncGenerator[bytes]:
+            nonlocal size
+            async for piece in pieces:
+                size += len(piece)
+                if size > MOST_PART:
+                    raise TooLarge(f"the part has more than {MOST_PART >> 20} MiB: send it as several parts")
+                _require_room(upload, 0, size)
+                yield piece
+
+        async for data in gathered(counted()):
+            await to_its_end(flush, data)
         if not size:
             raise InvalidRequest("data", "", "the part is empty: send at least one byte")
-        await to_its_end(flush)
         return digest.hexdigest(), size
 
     def _keep(self, upload: _Upload, file: Path, output: BinaryIO, digest: str, size: int) -> Part:

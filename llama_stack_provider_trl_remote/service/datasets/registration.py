@@ -207,8 +207,7 @@ def main(arguments: list[str]) -> None:
         answer = _problem(400, str(error))
     except OSError as error:
         shortage = shortage_behind(error)
-        after = {} if shortage.retry_after is None else {"Retry-After": str(shortage.retry_after)}
-        answer = {**_problem(shortage.status, shortage.described(error)), "headers": after}
+        answer = {**_problem(shortage.status, shortage.described(error)), "headers": shortage.headers}
     print(json.dumps(answer))
 
 

@@ -10,8 +10,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -310,10 +310,7 @@ class DatasetRegistry:
 
     def get(self, dataset_id: str) -> Dataset:
         """Find a dataset. Raises NotFound."""
-        entry = self._read(dataset_id)
-        if entry is None:
-            raise _unknown(dataset_id)
-        return shown(entry)
+        return shown(self.entry(dataset_id))
 
     def entry(self, dataset_id: str) -> Entry:
         """The stored document of a dataset. Raises NotFound."""
@@ -479,18 +476,14 @@ class DatasetRegistry:
 
     def _keep(self, dataset_id: str, stored: StoredRows, held: HeldRows) -> None:
         held.add(stored.sha256)
-        try:
+        with _storing(dataset_id):
             self._blobs.check_space(0)
             self._blobs.keep(stored.path, stored.sha256)
-        except OSError as error:
-            raise StoreError(f"dataset {dataset_id!r} cannot be stored: {error}") from error
 
     def _put(self, dataset_id: str, rows: list[dict[str, Any]], held: HeldRows) -> tuple[str, int]:
-        try:
+        with _storing(dataset_id):
             self._blobs.check_space(0)
             blob = put_rows(self._blobs.directory, rows, storing=held.add)
-        except OSError as error:
-            raise StoreError(f"dataset {dataset_id!r} cannot be stored: {error}") from error
         return blob.sha256, blob.num_rows
 
     async def _current(self, entry: Entry, uri: str) -> Entry:
@@ -620,10 +613,8 @@ class DatasetRegistry:
 
     def _sync(self, dataset_id: str) -> None:
         """Return when the names of the documents are on the disk. Raises StoreError."""
-        try:
+        with _storing(dataset_id):
             fsync_path(self._directory)
-        except OSError as error:
-            raise StoreError(f"dataset {dataset_id!r} cannot be stored: {error}") from error
 
     @property
     def _index(self) -> DatasetIndex:
@@ -656,6 +647,15 @@ def shown(entry: Entry) -> Dataset:
     }
     metadata = {**entry.dataset.metadata, **{name: value for name, value in known.items() if value is not None}}
     return entry.dataset.model_copy(update={"metadata": metadata})
+
+
+@contextmanager
+def _storing(dataset_id: str) -> Iterator[None]:
+    """Raise StoreError in place of an error of the system."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"dataset {dataset_id!r} cannot be stored: {error}") from error
 
 
 def _origin(entry: Entry) -> RowsOrigin | None:

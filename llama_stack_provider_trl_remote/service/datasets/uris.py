@@ -44,8 +44,6 @@ class Readable:
 
 
 class HubDataset(NamedTuple):
-    """A dataset on the hub."""
-
     name: str
     """ORG/NAME, or NAME."""
     revision: str | None = None

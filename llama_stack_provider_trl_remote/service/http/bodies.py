@@ -18,6 +18,7 @@ from llama_stack_provider_trl.requests.bodies import (
 )
 from llama_stack_provider_trl.requests.options import Priority, ProviderOptions
 from llama_stack_provider_trl.requests.work import KINDS, WorkRequest
+from llama_stack_provider_trl.specs.events import InferenceCounts, PreviewedRow
 from llama_stack_provider_trl.specs.methods import Call
 from llama_stack_provider_trl.specs.names import CheckedElsewhere, CheckedNames
 from llama_stack_provider_trl.stack.responses import Checkpoint
@@ -38,7 +39,9 @@ class TrainingConfigBody(TrainingConfig):
     """Required: which data to train on."""
 
 
-class SupervisedFineTuneBody(SupervisedFineTuneRequest):
+class _TrainingBody(Documented):
+    """What the bodies of trainings have beside what Llama Stack sends."""
+
     training_config: TrainingConfigBody
     """How to train."""
     provider_options: _GivenOptions = None
@@ -48,14 +51,12 @@ class SupervisedFineTuneBody(SupervisedFineTuneRequest):
     """Digest of the uploaded blob that each dataset_id means; other ids are looked up among the registered datasets."""
 
 
-class PreferenceOptimizeBody(PreferenceOptimizeRequest):
-    training_config: TrainingConfigBody
-    """How to train."""
-    provider_options: _GivenOptions = None
-    """Options that Llama Stack's schema has no field for; through Llama Stack, the key `trl` of
-    X-LlamaStack-Provider-Data."""
-    dataset_digests: Annotated[dict[str, Sha256], Field(max_length=65)] | None = None
-    """Digest of the uploaded blob that each dataset_id means; other ids are looked up among the registered datasets."""
+class SupervisedFineTuneBody(_TrainingBody, SupervisedFineTuneRequest):
+    pass
+
+
+class PreferenceOptimizeBody(_TrainingBody, PreferenceOptimizeRequest):
+    pass
 
 
 class WorkBody(WorkRequest):
@@ -492,3 +493,97 @@ class Health(BaseModel):
     storage_problem: str | None = None
     """Why something cannot be stored, and what to do: a disk is read-only or full, or does not answer. null: all can.
     Reads are answered, and trainings continue."""
+
+
+NOT_OF_JOBS = ("algorithm", "first_row", "rows")
+"""Fields of these bodies that a job's body lacks."""
+
+
+class PreviewBody(PreflightBody):
+    """The body of a job of either kind, and which of its rows to show."""
+
+    first_row: int = Field(0, ge=0, le=2**53)
+    """The first row to show, counted from 0, of a mixture through all its datasets. Counts and histogram begin there,
+    too."""
+    rows: int = Field(10, ge=1, le=100)
+    """Rows to show; of 8000 tokens and 100 pairs or sequences in all, further ones have counts only."""
+
+
+class PreviewCounts(RowCounts):
+    """The histogram has the lengths before the cut."""
+
+    read: int
+    """Rows behind the other counts: from `first_row` on, at most 2000, or fewer that have a million tokens."""
+
+
+class PreviewResponse(BaseModel):
+    max_seq_length: int
+    data: PreviewCounts
+    inference: InferenceCounts
+    """Of the same rows: whether what is trained is what inference renders."""
+    rows: list[PreviewedRow]
+    warnings: list[str]
+
+
+class PromptMessage(BaseModel):
+    role: str
+    content: str
+
+
+class SampleAnswer(BaseModel):
+    text: str
+    tokens: int
+    complete: bool
+    """Whether the model ended it; false: it has `max_new_tokens`."""
+
+
+class SampleSet(BaseModel):
+    kind: Literal["before", "checkpoint", "after"]
+    """after: of the weights in `final`."""
+    step: int
+    epoch: float
+    time: datetime
+    answers: list[SampleAnswer]
+    """In the order of the prompts."""
+
+
+class SamplesResponse(BaseModel):
+    prompts: list[list[PromptMessage]]
+    """Empty: the job was submitted without the provider option `samples`."""
+    data: list[SampleSet]
+    """In the order in which they were taken."""
+    total: int
+    """Sets without `limit` and `offset`."""
+
+
+class GradedAnswer(BaseModel):
+    """What a grader gives an answer."""
+
+    reward: float
+    error: str | None = None
+
+
+class JudgedAnswer(BaseModel):
+    """What a judge gives an answer."""
+
+    score: float | None = None
+    """None: the verdict is unreadable."""
+
+
+class AnswerLine(BaseModel):
+    """A line of the file of answers that a generate job, or an evaluation with checks, leaves."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    row: int
+    sample: int = 0
+    prompt: list[dict[str, Any]]
+    text: str
+    tokens: int
+    complete: bool
+    passed: dict[str, bool] = {}
+    timed_out: list[str] = []
+    expected: dict[str, str] = {}
+    """Check that fails -> the text, or the pattern, that it expects."""
+    graded: dict[str, GradedAnswer] = {}
+    judged: dict[str, JudgedAnswer] = {}

@@ -227,8 +227,7 @@ def _short(request: Request, error: Exception, shortage: Shortage) -> Response:
     """The answer where storage cannot be used. Every route gives it: each reads or writes something."""
     known = isinstance(error, TrlError | MemoryError) or shortage_of(error) is not None
     log.warning("%s %s: %s", request.method, request.url.path, error, exc_info=None if known else error)
-    after = shortage.retry_after
-    return answer(shortage.status, shortage.described(error), None if after is None else {"Retry-After": str(after)})
+    return answer(shortage.status, shortage.described(error), shortage.headers)
 
 
 async def _invalid(request: Request, error: Exception) -> Response:

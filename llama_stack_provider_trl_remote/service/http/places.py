@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Annotated, NamedTuple
+
+from fastapi import Query
 
 from llama_stack_provider_trl.errors import InvalidRequest
 
@@ -28,3 +31,19 @@ class ListPlace(NamedTuple):
         except ValueError:
             pass
         raise InvalidRequest("after", text, "expected `next` of the page before, or nothing for the first page")
+
+
+MOST = 1000
+Limit = Annotated[int, Query(ge=1, le=MOST, description="Entries per page")]
+After = Annotated[str | None, Query(max_length=1024, description="`next` of the page before")]
+
+
+def page_of[Row](
+    rows: Sequence[Row], place: Callable[[Row], ListPlace], limit: int, after: str | None
+) -> tuple[Sequence[Row], str | None]:
+    """The rows behind the place that `after` names, by place, and the cursor to continue with; None: these are the last
+    ones. The row that had the place may be deleted meanwhile. Raises InvalidRequest: `after` is no cursor."""
+    begin = None if after is None else ListPlace.of_cursor(after)
+    rows = sorted((row for row in rows if begin is None or place(row) > begin), key=place)
+    page = rows[:limit]
+    return page, place(page[-1]).cursor if limit < len(rows) else None

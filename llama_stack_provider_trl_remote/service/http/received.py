@@ -313,8 +313,7 @@ def _answered() -> Iterator[None]:
 def unstored(error: Exception, shortage: Shortage | None = None) -> HTTPException:
     """The answer to a body that the disk does not take."""
     shortage = shortage or shortage_behind(error)
-    after = {} if shortage.retry_after is None else {"Retry-After": str(shortage.retry_after)}
-    return HTTPException(shortage.status, shortage.described(error), {**after, "Connection": "close"})
+    return HTTPException(shortage.status, shortage.described(error), {**shortage.headers, "Connection": "close"})
 
 
 def _items(value: Any) -> Any:

@@ -9,8 +9,7 @@ from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.preflight import PreviewSpec
 
-from ..http.bodies import PreflightBody, PreflightResponse
-from ..http.preview import PreviewBody, PreviewResponse
+from ..http.bodies import PreflightBody, PreflightResponse, PreviewBody, PreviewResponse
 from ..settings import ServiceSettings
 from ..views.preflights import Preflights
 from .rows import RowSources

@@ -37,8 +37,6 @@ _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 
 @dataclass(frozen=True)
 class PipelineJob:
-    """A job of a pipeline."""
-
     name: str
     request: Json
     after: tuple[str, ...]

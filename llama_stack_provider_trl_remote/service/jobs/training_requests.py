@@ -20,8 +20,7 @@ from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.settings import Request
 from llama_stack_provider_trl.specs.methods import Call
 
-from ..http.bodies import PreferenceOptimizeBody, PreflightBody, SupervisedFineTuneBody
-from ..http.preview import NOT_OF_JOBS
+from ..http.bodies import NOT_OF_JOBS, PreferenceOptimizeBody, PreflightBody, SupervisedFineTuneBody
 from ..settings import ServiceSettings
 
 OURS = ("provider_options", "dataset_digests")

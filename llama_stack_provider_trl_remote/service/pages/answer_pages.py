@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
-from urllib.parse import urlencode
 
 from fastapi import Query, Request, Response
 
@@ -19,11 +18,10 @@ from ..dependencies import DigestsDep, SettingsDep, StoreDep
 from ..http.declared_routes import Routes
 from ..http.errors import Conflict, NotFound
 from ..security.access import USERS
-from ..views.answer_rows import MOST_ANSWERS, MOST_BYTES, AnsweredRow, Wanted, read_rows
-from ..views.answers import find_answers
+from ..views.answers import MOST_ANSWERS, MOST_BYTES, AnsweredRow, Wanted, find_answers, read_rows
 from ..views.checkpoints import Digests, Opener
 from .conversation_view import beside
-from .rendering import page
+from .rendering import address, page
 from .route import PageRoute
 
 router = Routes(PageRoute, prefix="/answers", include_in_schema=False)
@@ -95,9 +93,5 @@ def _result_of(store: Store, name: str) -> dict[str, Any]:
 
 
 def _address(names: list[str], first: int, show: str) -> str:
-    pairs = [("job", name) for name in names]
-    if first:
-        pairs.append(("first", str(first)))
-    if show != "all":
-        pairs.append(("show", show))
-    return f"/answers?{urlencode(pairs)}"
+    pairs = [*(("job", name) for name in names), ("first", str(first or "")), ("show", "" if show == "all" else show)]
+    return address("/answers", pairs)

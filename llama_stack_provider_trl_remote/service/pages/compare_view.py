@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
-from urllib.parse import urlencode
 
-from ..views.answer_rows import MOST_ANSWERS
+from ..views.answers import MOST_ANSWERS
 from .job_view import Setting, result_of
+from .rendering import address
 
 
 class ComparedSetting(NamedTuple):
@@ -73,8 +73,7 @@ class ComparedQuery:
         """The address of the same page, but for some fields."""
         found = replace(self, **changes)
         jobs, hidden = found.jobs, [("hide", name) for name in found.jobs if name in found.hidden]
-        sort = [("sort", found.sort)] if found.sort else []
-        return f"/compare?{urlencode([*(('job', name) for name in jobs), *hidden, *sort])}"
+        return address("/compare", [*(("job", name) for name in jobs), *hidden, ("sort", found.sort)])
 
     def without(self, job: str) -> str:
         return self.address(jobs=tuple(name for name in self.jobs if name != job))
@@ -148,7 +147,7 @@ def answers_link(answered: Sequence[str]) -> AnswersLink | None:
     text = "Their answers beside each other"
     if len(answered) > len(shown):
         text = f"Answers of the first {len(shown)} of {len(answered)} jobs beside each other"
-    return AnswersLink(f"/answers?{urlencode([('job', name) for name in shown])}", text)
+    return AnswersLink(address("/answers", [("job", name) for name in shown]), text)
 
 
 def compared(jobs: Sequence[Sequence[Setting]]) -> list[ComparedSetting]:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from llama_stack_provider_trl.specs.events import RolledOut, RolloutAnswer
 
-from ..http.samples import AnswerLine
+from ..http.bodies import AnswerLine
 from ..serving.tool_texts import CallReader, ToolCall
-from ..views.answer_rows import AnsweredRow
+from ..views.answers import AnsweredRow
 from .rendering import number
 
 _LONGEST = 16_384
@@ -24,8 +24,6 @@ _BEGIN, _END = "<think>", "</think>"
 
 
 class ShownTurn(NamedTuple):
-    """A turn of a conversation."""
-
     role: str
     text: str
     reasoning: str = ""

@@ -6,28 +6,26 @@ import asyncio
 import os
 from datetime import UTC, datetime
 from typing import Annotated, Any
-from urllib.parse import urlencode
 
 from fastapi import Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.previewed import inference_sentence
 from llama_stack_provider_trl.specs.row_files import ENDINGS, ROW_READERS, ending_of
 from llama_stack_provider_trl.system.hub_cache import is_offline
 
-from ..dependencies import DatasetsDep, JobChecksDep, OverviewsDep, RowUploadsDep, SettingsDep, StoreDep
+from ..dependencies import DatasetsDep, JobChecksDep, OverviewsDep, RowUploadsDep
+from ..http.bodies import PreviewBody
 from ..http.dataset_bodies import BlobSource, RegisterDataset
 from ..http.declared_routes import Routes
-from ..http.preview import PreviewBody
 from ..security.access import BODY, USERS, USERS_FILE, USERS_FORM, CurrentCaller, GuardedRoute
 from .job_form import job_of, validated
 from .list_view import ago
 from .login import check_sent_file, checked_form, see_other
-from .new_job_pages import known_models, newest_model, with_known_model
+from .new_job_pages import FormDep, FormParts, known_models, newest_model, with_known_model
 from .preview_view import left_out, parts_of, sentences_of
-from .rendering import HEADERS, page
+from .rendering import HEADERS, address, page
 from .route import PageRoute, problem_of
 
 router = Routes(PageRoute, prefix="/data", include_in_schema=False)
@@ -62,7 +60,7 @@ async def datasets_page(
         pages=-(-matching // _DATASETS),
         endings=ENDINGS,
         link=_link,
-        address=lambda to: _address("/data", search=search, page=to if to > 1 else ""),
+        address=lambda to: address("/data", [("search", search), ("page", str(to) if to > 1 else "")]),
     )
 
 
@@ -146,34 +144,22 @@ async def upload_rows(
 
 @router.get("/tokens", dependencies=[USERS])
 async def tokens_page(
-    request: Request,
-    registry: DatasetsDep,
-    store: StoreDep,
-    settings: SettingsDep,
-    dataset: Dataset = "",
-    method: Annotated[str, Query(max_length=20)] = "",
+    form: FormDep, dataset: Dataset = "", method: Annotated[str, Query(max_length=20)] = ""
 ) -> Response:
     """The form that asks for rows as they are trained."""
     given = {"dataset": dataset, "method": method if method in ("sft", "dpo", "kto") else ""}
-    given["model"] = await asyncio.to_thread(newest_model, store)
-    return page(request, "tokens.html", result=None, problem="", **await _form(registry, store, settings, given))
+    given["model"] = await asyncio.to_thread(newest_model, form.store)
+    return page(form.request, "tokens.html", result=None, problem="", **await _form(form, given))
 
 
 @router.post("/tokens", dependencies=[USERS_FORM])
-async def preview_page(
-    request: Request,
-    checks: JobChecksDep,
-    registry: DatasetsDep,
-    store: StoreDep,
-    settings: SettingsDep,
-    caller: CurrentCaller,
-) -> Response:
+async def preview_page(form: FormDep, checks: JobChecksDep, caller: CurrentCaller) -> Response:
     """Rows as they are trained, below the form that requested them."""
-    fields = await checked_form(request, caller)
+    fields = await checked_form(form.request, caller)
     values: dict[str, Any] = {"result": None, "problem": ""}
     status = 200
     try:
-        fields = await asyncio.to_thread(with_known_model, fields, store, is_offline(os.environ))
+        fields = await asyncio.to_thread(with_known_model, fields, form.store, is_offline(os.environ))
         window = {"first_row": fields.get("first_row") or 0, "rows": fields.get("rows") or 10}
         method = fields.get("method") or "sft"
         # KTO pairs the rows of a step, and is a method of DPO's call.
@@ -184,33 +170,28 @@ async def preview_page(
         inference = inference_sentence(found.inference.model_dump())
         values |= {"result": found, "shown": shown, "left_out": left_out(found.rows), "inference": inference}
     except Exception as error:
-        status, values["problem"] = await problem_of(request, error)
-    return page(request, "tokens.html", status, **values, **await _form(registry, store, settings, fields))
+        status, values["problem"] = await problem_of(form.request, error)
+    return page(form.request, "tokens.html", status, **values, **await _form(form, fields))
 
 
-async def _form(registry: DatasetsDep, store: Store, settings: SettingsDep, fields: dict[str, str]) -> dict[str, Any]:
+async def _form(form: FormParts, fields: dict[str, str]) -> dict[str, Any]:
     return {
         "fields": fields,
-        "datasets": await asyncio.to_thread(registry.names),
-        "models": await asyncio.to_thread(known_models, store),
-        "defaults": settings,
+        "datasets": await asyncio.to_thread(form.registry.names),
+        "models": await asyncio.to_thread(known_models, form.store),
+        "defaults": form.settings,
     }
 
 
 def _link(dataset: str, search: str = "", first: int = 0) -> str:
     """The address of a dataset's page."""
-    return _address("/data/rows", dataset=dataset, search=search, first=first or "")
+    return address("/data/rows", [("dataset", dataset), ("search", search), ("first", str(first or ""))])
 
 
 def _uses(dataset: str, shape: str) -> dict[str, str]:
     """The addresses of a job on a dataset, and of its rows as tokens."""
-    paths = {"train": "/new", "tokens": "/data/tokens"}
-    return {name: _address(path, dataset=dataset, method=_method_of(shape)) for name, path in paths.items()}
-
-
-def _address(path: str, **query: Any) -> str:
-    pairs = [(name, value) for name, value in query.items() if value]
-    return f"{path}?{urlencode(pairs)}" if pairs else path
+    fields = [("dataset", dataset), ("method", _method_of(shape))]
+    return {"train": address("/new", fields), "tokens": address("/data/tokens", fields)}
 
 
 def _method_of(shape: str) -> str:

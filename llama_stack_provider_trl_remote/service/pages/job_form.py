@@ -370,8 +370,6 @@ def preset_of(fields: Mapping[str, str]) -> str:
 
 
 class FormKind(NamedTuple):
-    """A kind of job of the form."""
-
     text: str
     needs: tuple[str, ...]
     """Fields of the form that its request has: `model`, `dataset`, `output`, `to`, `checks`."""

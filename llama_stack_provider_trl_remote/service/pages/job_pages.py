@@ -18,10 +18,10 @@ from ..dependencies import DigestsDep, SettingsDep, StoreDep, StoredJobsDep
 from ..http.declared_routes import Routes
 from ..http.errors import NotFound
 from ..security.access import ADMINS_FORM, USERS, USERS_FORM, CurrentCaller
+from ..views.answers import answers_of, rollouts_of
 from ..views.checkpoints import list_files
 from ..views.exports import exports_of, files_of_export
 from ..views.logs import LAUNCHER, read_log
-from ..views.rollouts import answers_of, rollouts_of
 from ..views.samples import side_by_side
 from . import job_view
 from .conversation_view import exchange_of, exchanges_of
@@ -30,6 +30,8 @@ from .login import checked_form, see_other
 from .rendering import page
 from .route import PageRoute
 from .settings_view import grouped
+from .trial_view import LEAST_TRIALS, MOST_COMPARED
+from .trial_view import shown as trials_shown
 
 router = Routes(PageRoute, prefix="/jobs/{job_uuid}", include_in_schema=False)
 
@@ -98,6 +100,31 @@ async def samples_page(
     found = await asyncio.to_thread(side_by_side, store, job_uuid, sets)
     shown = await asyncio.to_thread(_conversations, store, Ownership(settings.data_dir), job_uuid, skip)
     return page(request, "samples.html", job_uuid=job_uuid, path=job_view.path_of(job_uuid), found=found, **shown)
+
+
+@router.get("/trials", dependencies=[USERS])
+async def trials_page(
+    request: Request,
+    jobs: StoredJobsDep,
+    job_uuid: JobName,
+    sort: Annotated[str, Query(max_length=300)] = "",
+) -> Response:
+    """The trials of a search."""
+    status = await asyncio.to_thread(jobs.status, job_uuid)
+    search = status.resources_allocated.get("search")
+    if not search:
+        raise NotFound(f"job {job_uuid!r} is no search: its page has its curves and its result")
+    return page(
+        request,
+        "trials.html",
+        job_uuid=job_uuid,
+        path=job_view.path_of(job_uuid),
+        state=status.resources_allocated["state"],
+        search=search,
+        shown=await asyncio.to_thread(trials_shown, job_uuid, search, sort),
+        least=LEAST_TRIALS,
+        most=MOST_COMPARED,
+    )
 
 
 @router.get("/checkpoints/{identifier:path}", dependencies=[USERS])

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
-from urllib.parse import urlencode
 
 from llama_stack_provider_trl.jobs.decisions.states import ACTIVE, JobState
 from llama_stack_provider_trl.specs.state_words import state_word
@@ -15,6 +14,7 @@ from llama_stack_provider_trl.specs.work import WORKS as WORKS
 from ..http.bodies import QueueRow
 from ..views import queue
 from ..views.queue import Sort
+from .rendering import address
 
 SPARK_POINTS = 24
 """Points of a small curve."""
@@ -64,16 +64,16 @@ class Query:
     def address(self, **changes: Any) -> str:
         """The address of the same list, but for some fields; the first page, unless `number` is given."""
         found = replace(self, **{"number": 1, **changes})
-        pairs: list[tuple[str, str]] = [
-            *([("state", found.state.value)] if found.state else ()),
-            *([("search", found.search)] if found.search else ()),
-            *([("owner", found.owner)] if found.owner else ()),
-            *([("sort", found.sort)] if found.sort else ()),
-            *([("flat", "yes")] if found.flat else ()),
+        pairs = [
+            ("state", found.state.value if found.state else ""),
+            ("search", found.search),
+            ("owner", found.owner),
+            ("sort", found.sort),
+            ("flat", "yes" if found.flat else ""),
             *(("open", name) for name in found.opened),
-            *([("page", str(found.number))] if found.number > 1 else ()),
+            ("page", str(found.number) if found.number > 1 else ""),
         ]
-        return f"/?{urlencode(pairs)}" if pairs else "/"
+        return address("/", pairs)
 
     def sorted_by(self, column: Column) -> str:
         """The address that a click on the head of a column leads to: its first direction, the other one, then the order
@@ -93,8 +93,6 @@ class Query:
 
 
 class ShownRow(NamedTuple):
-    """A row of the table."""
-
     job: QueueRow
     depth: int
     """1: it stands under the row before it that has 0."""

@@ -7,10 +7,9 @@ import json
 import os
 from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any, get_args
-from urllib.parse import urlencode
+from typing import Annotated, Any, NamedTuple, get_args
 
-from fastapi import Query, Request, Response
+from fastapi import Depends, Query, Request, Response
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.store.reader import read_request
@@ -53,7 +52,7 @@ from .job_form import (
 from .job_view import path_of
 from .list_view import short_model
 from .login import checked_form, see_other
-from .rendering import page
+from .rendering import address, page
 from .route import PageRoute, problem_of
 
 _SCHEDULES = get_args(OptimizerSpec.model_fields["scheduler"].annotation)
@@ -62,12 +61,71 @@ _MODELS = 100
 router = Routes(PageRoute, prefix="/new", include_in_schema=False)
 
 
+class FormParts(NamedTuple):
+    """What the page of a form is made of."""
+
+    request: Request
+    registry: DatasetsDep
+    store: StoreDep
+    settings: SettingsDep
+
+    async def page(
+        self, fields: dict[str, str], code: int = 200, found: Any = None, problem: str = "", source: str = ""
+    ) -> Response:
+        """The form with some fields."""
+        kind = fields.get("kind") if fields.get("kind") in FORM_KINDS else "train"
+        fields = {**fields, "kind": str(kind)}
+        datasets = await asyncio.to_thread(self.registry.names)
+        installed = await asyncio.to_thread(custom_names)
+        # In a thread: it writes YAML, which takes half a second of a core where the form has much.
+        same = await asyncio.to_thread(_same, fields, str(self.request.base_url).rstrip("/"))
+        kept = {name: fields.get(name, "") for name in ("model", "dataset")}
+        return page(
+            self.request,
+            "new.html",
+            code,
+            fields=fields,
+            datasets=datasets,
+            models=await asyncio.to_thread(known_models, self.store),
+            checks=[(name, one.text) for name, one in CHECKS.items()],
+            defaults=self.settings,
+            methods=[*FORM_METHODS.items(), *((name, f"{name} (installed)") for name in installed)],
+            kind=kind,
+            kinds=FORM_KINDS,
+            needs=FORM_KINDS[str(kind)].needs,
+            targets=[(target, target) for target in get_args(ExportTarget)],
+            presets=PRESETS,
+            preset=preset_of(fields),
+            address=partial(_address, kept),
+            schedules=[("", f"{_SCHEDULES[0]} (default)"), *((one, one) for one in _SCHEDULES[1:])],
+            tunings=[*TUNINGS.items()],
+            rank=LORA_RANK,
+            rates=rates_of(fields.get("method")),
+            source=source,
+            posted=self.request.method == "POST",
+            found=found,
+            problem=problem,
+            at=field_of(problem),
+            field_of=field_of,
+            same=same,
+        )
+
+    async def refused(self, fields: dict[str, str], error: Exception) -> Response:
+        """The form, with what is wrong with its fields."""
+        status, problem = await problem_of(self.request, error)
+        return await self.page(fields, status, problem=problem)
+
+
+async def _parts(request: Request, registry: DatasetsDep, store: StoreDep, settings: SettingsDep) -> FormParts:
+    return FormParts(request, registry, store, settings)
+
+
+FormDep = Annotated[FormParts, Depends(_parts)]
+
+
 @router.get("", dependencies=[USERS])
 async def new_job_page(
-    request: Request,
-    registry: DatasetsDep,
-    store: StoreDep,
-    settings: SettingsDep,
+    form: FormDep,
     dataset: Annotated[str, Query(max_length=512)] = "",
     model: Annotated[str, Query(max_length=4096)] = "",
     method: Annotated[str, Query(max_length=20)] = "",
@@ -84,12 +142,12 @@ async def new_job_page(
         given["tuning"] = "request"
     fields, problem = {**PRESETS.get(preset, next(iter(PRESETS.values()))).fields}, ""
     if source:
-        fields, problem = await asyncio.to_thread(_again, store, source, checkpoint)
+        fields, problem = await asyncio.to_thread(_again, form.store, source, checkpoint)
     fields |= {name: value for name, value in given.items() if value}
     fields["draft"] = f"{source} {checkpoint}".strip()
     if not source and _kind(fields) == "train":
-        fields["model"] = model or await asyncio.to_thread(newest_model, store)
-    return await _page(request, registry, store, settings, fields, problem=problem, source=source)
+        fields["model"] = model or await asyncio.to_thread(newest_model, form.store)
+    return await form.page(fields, problem=problem, source=source)
 
 
 def _again(store: Store, source: str, checkpoint: str = "") -> tuple[dict[str, str], str]:
@@ -115,65 +173,46 @@ def _again(store: Store, source: str, checkpoint: str = "") -> tuple[dict[str, s
 
 
 @router.post("/check", dependencies=[USERS_JOB_FORM])
-async def check_job(
-    request: Request,
-    checks: JobChecksDep,
-    registry: DatasetsDep,
-    store: StoreDep,
-    settings: SettingsDep,
-    caller: CurrentCaller,
-) -> Response:
+async def check_job(form: FormDep, checks: JobChecksDep, caller: CurrentCaller) -> Response:
     """The form with the preflight's answer; without a model or a dataset there is none yet."""
-    fields = await checked_form(request, caller)
+    fields = await checked_form(form.request, caller)
     if _kind(fields) != "train":
-        return await _check_work(request, registry, store, settings, fields)
+        return await _check_work(form, fields)
     if not fields.get("model", "").strip() or not fields.get("dataset", "").strip():
-        return await _page(request, registry, store, settings, fields)
+        return await form.page(fields)
     try:
-        fields = await asyncio.to_thread(with_known_model, fields, store, is_offline(os.environ))
+        fields = await asyncio.to_thread(with_known_model, fields, form.store, is_offline(os.environ))
         algorithm = "sft" if await _method(fields) == "sft" else "dpo"
         body = {**await in_work_thread(job_of, fields), "algorithm": algorithm}
         found = await checks.preflight(validated(PreflightBody, body))
     except Exception as error:
-        status, problem = await problem_of(request, error)
-        return await _page(request, registry, store, settings, fields, status, problem=problem)
-    return await _page(request, registry, store, settings, fields, found=found)
+        return await form.refused(fields, error)
+    return await form.page(fields, found=found)
 
 
 @router.post("", dependencies=[USERS_JOB_FORM])
-async def submit_job(
-    request: Request,
-    submissions: SubmissionsDep,
-    registry: DatasetsDep,
-    store: StoreDep,
-    settings: SettingsDep,
-    caller: CurrentCaller,
-) -> Response:
+async def submit_job(form: FormDep, submissions: SubmissionsDep, caller: CurrentCaller) -> Response:
     """Queue the job, and lead to its page. The same form again is the same job."""
-    fields = await checked_form(request, caller)
+    fields = await checked_form(form.request, caller)
     try:
-        fields = await asyncio.to_thread(with_known_model, fields, store)
+        fields = await asyncio.to_thread(with_known_model, fields, form.store)
         body = await _body(fields)
         await submissions.submit(body, caller)
     except Exception as error:
-        status, problem = await problem_of(request, error)
-        return await _page(request, registry, store, settings, fields, status, problem=problem)
+        return await form.refused(fields, error)
     return see_other(path_of(body.job_uuid))
 
 
-async def _check_work(
-    request: Request, registry: DatasetsDep, store: Store, settings: SettingsDep, fields: dict[str, str]
-) -> Response:
+async def _check_work(form: FormParts, fields: dict[str, str]) -> Response:
     """The form of a job of another kind, with what is wrong with its fields; nothing yet where one is empty."""
     if not all(fields.get(name, "").strip() for name in ("job", *FORM_KINDS[fields["kind"]].needs) if name != "checks"):
-        return await _page(request, registry, store, settings, fields)
+        return await form.page(fields)
     try:
-        fields = await asyncio.to_thread(with_known_model, fields, store)
+        fields = await asyncio.to_thread(with_known_model, fields, form.store)
         await _body(fields)
     except Exception as error:
-        status, problem = await problem_of(request, error)
-        return await _page(request, registry, store, settings, fields, status, problem=problem)
-    return await _page(request, registry, store, settings, fields, found=True)
+        return await form.refused(fields, error)
+    return await form.page(fields, found=True)
 
 
 async def _body(fields: Mapping[str, str]) -> JobBody:
@@ -201,55 +240,6 @@ async def _method(fields: Mapping[str, str]) -> str:
         if method not in installed:
             raise InvalidRequest("method", method, f"expected one of {', '.join([*FORM_METHODS, *installed])}")
     return method
-
-
-async def _page(
-    request: Request,
-    registry: DatasetsDep,
-    store: Store,
-    settings: SettingsDep,
-    fields: dict[str, str],
-    code: int = 200,
-    found: Any = None,
-    problem: str = "",
-    source: str = "",
-) -> Response:
-    kind = fields.get("kind") if fields.get("kind") in FORM_KINDS else "train"
-    fields = {**fields, "kind": str(kind)}
-    datasets = await asyncio.to_thread(registry.names)
-    installed = await asyncio.to_thread(custom_names)
-    # In a thread: it writes YAML, which takes half a second of a core where the form has much.
-    same = await asyncio.to_thread(_same, fields, str(request.base_url).rstrip("/"))
-    kept = {name: fields.get(name, "") for name in ("model", "dataset")}
-    return page(
-        request,
-        "new.html",
-        code,
-        fields=fields,
-        datasets=datasets,
-        models=await asyncio.to_thread(known_models, store),
-        checks=[(name, one.text) for name, one in CHECKS.items()],
-        defaults=settings,
-        methods=[*FORM_METHODS.items(), *((name, f"{name} (installed)") for name in installed)],
-        kind=kind,
-        kinds=FORM_KINDS,
-        needs=FORM_KINDS[str(kind)].needs,
-        targets=[(target, target) for target in get_args(ExportTarget)],
-        presets=PRESETS,
-        preset=preset_of(fields),
-        address=partial(_address, kept),
-        schedules=[("", f"{_SCHEDULES[0]} (default)"), *((one, one) for one in _SCHEDULES[1:])],
-        tunings=[*TUNINGS.items()],
-        rank=LORA_RANK,
-        rates=rates_of(fields.get("method")),
-        source=source,
-        posted=request.method == "POST",
-        found=found,
-        problem=problem,
-        at=field_of(problem),
-        field_of=field_of,
-        same=same,
-    )
 
 
 def known_models(store: Store) -> list[str]:
@@ -292,8 +282,7 @@ def with_known_model(fields: dict[str, str], store: Store, needs_files: bool = F
 
 def _address(kept: Mapping[str, str], **more: str) -> str:
     """The address of an empty form with some fields."""
-    pairs = [(name, value) for name, value in {**kept, **more}.items() if value and value != "train"]
-    return f"/new?{urlencode(pairs)}" if pairs else "/new"
+    return address("/new", ((name, value) for name, value in {**kept, **more}.items() if value != "train"))
 
 
 def _same(fields: Mapping[str, str], url: str) -> dict[str, str] | None:

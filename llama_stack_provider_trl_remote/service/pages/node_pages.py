@@ -13,8 +13,7 @@ from ...nodes.joining import how_to_add_a_node
 from ..dependencies import NodeRowsDep, NodesDep, PoolsDep, PresenceDep
 from ..http.declared_routes import Routes
 from ..http.node_bodies import NodeRow
-from ..routes.nodes import Name
-from ..routes.pools import pool_rows
+from ..routes.nodes import Name, pool_rows
 from ..security.access import ADMINS_FORM, USERS, CurrentCaller
 from .login import checked_form, see_other
 from .rendering import page

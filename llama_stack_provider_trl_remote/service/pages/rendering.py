@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
 from fastapi import Request, Response
 
@@ -127,6 +128,12 @@ def _environment() -> Environment:
     made.filters |= {"moment": moment, "duration": duration, "size": size, "number": number, "step_time": step_time}
     made.filters["state_word"] = state_word
     return made
+
+
+def address(path: str, query: Iterable[tuple[str, str]]) -> str:
+    """A path with those fields of a query that are not empty."""
+    pairs = [(name, text) for name, text in query if text]
+    return f"{path}?{urlencode(pairs)}" if pairs else path
 
 
 def moment(value: datetime | str | None) -> str:

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Annotated
 
-from fastapi import Header, Path, Query, Request, Response
+from fastapi import Path, Query, Request, Response
 
 from llama_stack_provider_trl.errors import StoreError, shortage_of
 
@@ -55,7 +55,7 @@ from ..security.access import (
     CurrentCaller,
     GuardedRoute,
 )
-from .files import OCTETS, file_response
+from .files import OCTETS, RangeHeader, file_answers, file_response
 from .jobs import as_json
 from .nodes import Name
 
@@ -69,16 +69,10 @@ RECHECK = 1.0
 TaskId = Annotated[str, Path(description="As its order has it")]
 Checkpoint = Annotated[str, Path(description="The name of its directory, such as checkpoint-10 or final")]
 AnswersFile = Annotated[str, Path(max_length=64, description="answers.jsonl, or rows.jsonl of a generate job")]
-RangeHeader = Annotated[str | None, Header(alias="Range", description="One range of bytes, such as bytes=100-")]
 Kept = Annotated[list[str], Query(max_length=MOST_KEPT, description="Jobs of which the node has files and no task")]
 _NONE: list[str] = []
 Offset = Annotated[int, Query(ge=0, le=2**42, description="Bytes that were sent before")]
-_BYTES = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
-    }
-}
+_BYTES = {"requestBody": {"required": True, "content": OCTETS}}
 _OFFSET = {
     "description": "Upload-Offset: bytes that are here now",
     "headers": {"Upload-Offset": {"schema": {"type": "string"}}},
@@ -185,11 +179,7 @@ async def begin_answers(
     "/{name}/tasks/{task_id}/answers/{file}",
     dependencies=[NODES_READ],
     response_class=Response,
-    responses={
-        **declared(404, 409, 410, 416),
-        200: {"content": OCTETS, "description": "The whole file"},
-        206: {"content": OCTETS, "description": "The bytes that Range asks for"},
-    },
+    responses={**declared(404, 409, 410, 416), **file_answers()},
 )
 async def answers_file(
     uploads: UploadsDep,
@@ -292,11 +282,7 @@ async def add_checkpoint_file(
     "/{name}/tasks/{task_id}/models/{sha256}/files/{path:path}",
     dependencies=[NODES_READ],
     response_class=Response,
-    responses={
-        **declared(404, 409, 410, 416),
-        200: {"content": OCTETS, "description": "The whole file"},
-        206: {"content": OCTETS, "description": "The bytes that Range asks for"},
-    },
+    responses={**declared(404, 409, 410, 416), **file_answers()},
 )
 async def model_file(
     uploads: UploadsDep,

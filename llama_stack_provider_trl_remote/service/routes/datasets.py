@@ -6,7 +6,7 @@ import asyncio
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import Header, Path, Request, Response
+from fastapi import Path, Request, Response
 
 from llama_stack_provider_trl.system.files import open_regular
 
@@ -14,6 +14,7 @@ from ..dependencies import BlobsDep, DatasetsDep, RayDatasetsDep, RowUploadsDep
 from ..http.dataset_bodies import Dataset, ListDatasetsResponse, RegisterDataset, Sha256
 from ..http.declared_routes import Routes
 from ..http.errors import NotFound, declared
+from ..http.places import MOST, After, Limit
 from ..security.access import (
     BODY,
     READING_UPLOAD,
@@ -24,26 +25,17 @@ from ..security.access import (
     CurrentCaller,
     GuardedRoute,
 )
-from .files import OCTETS, file_response
+from .files import OCTETS, RangeHeader, file_answers, file_response
 from .jobs import as_json
-from .paging import MOST, After, Limit
 
 router = Routes(GuardedRoute, prefix="/datasets", tags=["datasets"])
 blobs = Routes(GuardedRoute, prefix="/blobs", tags=["datasets"])
 readings = Routes(GuardedRoute, prefix="/readings", tags=["datasets"])
 
-_ROWS: dict[int | str, dict[str, Any]] = {
-    200: {"content": OCTETS, "description": "One JSON object per line"},
-    206: {"content": OCTETS, "description": "The bytes that Range asks for"},
-}
 DatasetId = Annotated[str, Path(description="The dataset's name")]
 Digest = Annotated[Sha256, Path(description="sha256 of the whole body, in hexadecimal")]
 _NDJSON: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "description": "One JSON object per line",
-        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
-    }
+    "requestBody": {"required": True, "description": "One JSON object per line", "content": OCTETS}
 }
 
 
@@ -82,11 +74,16 @@ async def has_blob(stored: BlobsDep, sha256: Digest) -> Response:
     return Response()
 
 
-@blobs.get("/{sha256}", dependencies=[TASK_ROWS], response_class=Response, responses={**declared(404, 416), **_ROWS})
+@blobs.get(
+    "/{sha256}",
+    dependencies=[TASK_ROWS],
+    response_class=Response,
+    responses={**declared(404, 416), **file_answers(whole="One JSON object per line")},
+)
 async def get_blob(
     stored: BlobsDep,
     sha256: Digest,
-    wanted: Annotated[str | None, Header(alias="Range", description="One range of bytes, such as bytes=100-")] = None,
+    wanted: RangeHeader = None,
 ) -> Response:
     """The rows, for a node that trains on them."""
     if not await stored.holds(sha256):

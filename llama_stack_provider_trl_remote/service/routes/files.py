@@ -1,11 +1,12 @@
-"""Files as answers: whole, or the range of bytes that was requested."""
+"""Files as answers: whole, or the range of bytes that was requested; and events as a stream."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Annotated, Any
 
+from fastapi import Header
 from starlette.responses import Response
 
 from ..security.streams import CountedStream
@@ -16,7 +17,27 @@ LINES = {"application/x-ndjson": {"schema": {"type": "string"}}}
 TEXT: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "The end of the log"}
 }
+RangeHeader = Annotated[str | None, Header(alias="Range", description="One range of bytes, such as bytes=100-")]
+IfRange = Annotated[str | None, Header(description="An ETag: the range counts only if it is still the file's")]
+STREAM = "text/event-stream"
+Accept = Annotated[str | None, Header(include_in_schema=False)]
+LastEventId = Annotated[str | None, Header(description="As `after`, for a stream that continues")]
 _PIECE = 1 << 18
+
+
+def file_answers(content: dict[str, Any] = OCTETS, whole: str = "The whole file") -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route whose answer is a `file_response`."""
+    return {
+        200: {"content": content, "description": whole},
+        206: {"content": content, "description": "The bytes that Range asks for"},
+    }
+
+
+class EventStream(CountedStream):
+    """Server-sent events."""
+
+    def __init__(self, parts: AsyncIterator[bytes]) -> None:
+        super().__init__(parts, media_type=STREAM, headers={"Cache-Control": "no-store"})
 
 
 def file_response(

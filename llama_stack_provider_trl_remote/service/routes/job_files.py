@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated
 
-from fastapi import Header, Path, Query, Response
+from fastapi import Path, Query, Response
 
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.stack.responses import checkpoint_response
@@ -18,17 +18,26 @@ from ..http.bodies import CheckpointFiles, EventLine, EventsResponse, ListCheckp
 from ..http.declared_routes import Routes
 from ..http.errors import declared
 from ..security.access import TASK_JOB, USERS, GuardedRoute
-from ..security.streams import CountedStream
 from ..views.answers import find_answers
 from ..views.checkpoints import Digests, find_file, list_files
 from ..views.events import Cursor, parsed, read_page
 from ..views.logs import MOST_BYTES, read_log
-from .files import LINES, OCTETS, TEXT, file_response
+from .files import (
+    LINES,
+    STREAM,
+    TEXT,
+    Accept,
+    EventStream,
+    IfRange,
+    LastEventId,
+    RangeHeader,
+    file_answers,
+    file_response,
+)
 from .jobs import JobUuid, as_json
 
 router = Routes(GuardedRoute, prefix="/post-training/jobs/{job_uuid}", tags=["what a job leaves behind"])
 
-_STREAM = "text/event-stream"
 _KINDS = 10
 """At least so many points a page has: more than a step."""
 
@@ -39,7 +48,7 @@ _KINDS = 10
     response_model=EventsResponse,
     responses={
         **declared(404),
-        200: {"content": {_STREAM: {"schema": {"type": "string"}}}, "description": "A page, or a stream"},
+        200: {"content": {STREAM: {"schema": {"type": "string"}}}, "description": "A page, or a stream"},
     },
 )
 async def job_events(
@@ -49,17 +58,16 @@ async def job_events(
     job_uuid: JobUuid,
     after: Annotated[str | None, Query(description="`next` of the page before, or an event's id")] = None,
     limit: Annotated[int, Query(ge=1, le=10_000, description="Events per page")] = 1000,
-    accept: Annotated[str | None, Header(include_in_schema=False)] = None,
-    last_event_id: Annotated[str | None, Header(description="As `after`, for a stream that continues")] = None,
+    accept: Accept = None,
+    last_event_id: LastEventId = None,
 ) -> Response:
     """Events of all attempts, in order. With `Accept: text/event-stream` as a stream that ends with `event: end`."""
-    streams = _STREAM in (accept or "")
+    streams = STREAM in (accept or "")
     begin = Cursor.parse(last_event_id, "Last-Event-ID") if streams and last_event_id else Cursor.parse(after, "after")
     # For a stream too: an invalid request must be refused before the stream begins.
     page = await asyncio.to_thread(read_page, store, job_uuid, begin, 1 if streams else limit)
     if streams:
-        body = feeds.stream(job_uuid, begin, stopping)
-        return CountedStream(body, media_type=_STREAM, headers={"Cache-Control": "no-store"})
+        return EventStream(feeds.stream(job_uuid, begin, stopping))
     data = [EventLine(id=str(line.cursor), event=parsed(line)) for line in page.lines]
     return as_json(EventsResponse(data=data, next=str(page.next)))
 
@@ -109,21 +117,15 @@ async def job_checkpoints(store: StoreDep, job_uuid: JobUuid) -> Response:
     "/answers",
     dependencies=[USERS],
     response_class=Response,
-    responses={
-        **declared(404, 409, 416),
-        200: {"content": LINES, "description": "One JSON object per answer, in their order"},
-        206: {"content": LINES, "description": "The bytes that Range asks for"},
-    },
+    responses={**declared(404, 409, 416), **file_answers(LINES, "One JSON object per answer, in their order")},
 )
 async def job_answers(
     store: StoreDep,
     digests: DigestsDep,
     settings: SettingsDep,
     job_uuid: JobUuid,
-    wanted: Annotated[str | None, Header(alias="Range", description="One range of bytes, such as bytes=100-")] = None,
-    if_range: Annotated[
-        str | None, Header(description="An ETag: the range counts only if it is still the file's")
-    ] = None,
+    wanted: RangeHeader = None,
+    if_range: IfRange = None,
 ) -> Response:
     """The answers of a job that has ended, with what each passes; of one that failed or was cancelled, those that it
     has. Its ETag is the sha256."""
@@ -137,11 +139,7 @@ async def job_answers(
     "/checkpoints/{identifier:path}/files/{path:path}",
     dependencies=[TASK_JOB],
     response_class=Response,
-    responses={
-        **declared(404, 416),
-        200: {"content": OCTETS, "description": "The whole file"},
-        206: {"content": OCTETS, "description": "The bytes that Range asks for"},
-    },
+    responses={**declared(404, 416), **file_answers()},
 )
 async def checkpoint_file(
     store: StoreDep,
@@ -149,10 +147,8 @@ async def checkpoint_file(
     job_uuid: JobUuid,
     identifier: Annotated[str, Path(description="Its identifier, or the name of its directory, such as final")],
     path: Annotated[str, Path(description="As the checkpoint's list of files names it")],
-    wanted: Annotated[str | None, Header(alias="Range", description="One range of bytes, such as bytes=100-")] = None,
-    if_range: Annotated[
-        str | None, Header(description="An ETag: the range counts only if it is still the file's")
-    ] = None,
+    wanted: RangeHeader = None,
+    if_range: IfRange = None,
 ) -> Response:
     """A file of a checkpoint; its ETag is its sha256."""
     found, size, sha256 = await _with_digests(store, digests, find_file, job_uuid, identifier, path)

@@ -30,13 +30,14 @@ from ..http.bodies import (
     PreferenceOptimizeBody,
     PreflightBody,
     PreflightResponse,
+    PreviewBody,
+    PreviewResponse,
     QueueResponse,
     SupervisedFineTuneBody,
     WorkBody,
 )
 from ..http.declared_routes import Routes
 from ..http.errors import declared
-from ..http.preview import PreviewBody, PreviewResponse
 from ..jobs.stored_jobs import StoredJobs
 from ..security.access import ADMINS, USERS, USERS_JOB, CurrentCaller, GuardedRoute
 from ..views.queue import Sort, job_row, states_named

@@ -5,25 +5,23 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated
 
-from fastapi import Header, Query, Response
+from fastapi import Query, Response
 
 from llama_stack_provider_trl.errors import InvalidRequest
 
 from ..dependencies import FeedsDep, SeriesDep, StoppingDep, StoreDep
-from ..http.bodies import JobStateRow, JobStatesResponse, SeriesResponse
+from ..http.bodies import JobStateRow, JobStatesResponse, SamplesResponse, SeriesResponse
 from ..http.declared_routes import Routes
 from ..http.errors import declared
-from ..http.samples import SamplesResponse
 from ..security.access import USERS, GuardedRoute
-from ..security.streams import CountedStream
 from ..views.events import Cursor, read_page, read_states
 from ..views.samples import list_samples
 from ..views.series import LAST_STEP
+from .files import STREAM, Accept, EventStream, LastEventId
 from .jobs import JobUuid, as_json
 
 router = Routes(GuardedRoute, prefix="/post-training", tags=["what a job leaves behind"])
 
-_STREAM = "text/event-stream"
 _MOST_JOBS = 100
 _MESSAGE = (
     "`data` of an event is {job, event} and what follows from the event: `point` {kind, metrics by the names of "
@@ -39,7 +37,7 @@ Step = Annotated[int | None, Query(ge=0, le=LAST_STEP)]
     responses={
         **declared(404),
         200: {
-            "content": {_STREAM: {"schema": {"type": "string", "description": _MESSAGE}}},
+            "content": {STREAM: {"schema": {"type": "string", "description": _MESSAGE}}},
             "description": "The states, or a stream",
         },
     },
@@ -50,14 +48,14 @@ async def events_of_jobs(
     stopping: StoppingDep,
     job: Annotated[list[str], Query(min_length=1, max_length=_MOST_JOBS, description="Names of jobs, each once")],
     after: Annotated[str | None, Query(description="`next` of an answer, or an event's id")] = None,
-    accept: Annotated[str | None, Header(include_in_schema=False)] = None,
-    last_event_id: Annotated[str | None, Header(description="As `after`, for a stream that continues")] = None,
+    accept: Accept = None,
+    last_event_id: LastEventId = None,
 ) -> Response:
     """States of several jobs. With `Accept: text/event-stream` a stream of their events and states, which ends with
     `event: end`."""
     if len(set(job)) < len(job):
         raise InvalidRequest("job", job, "expected each job once")
-    streams = _STREAM in (accept or "")
+    streams = STREAM in (accept or "")
     field, text = ("Last-Event-ID", last_event_id) if streams and last_event_id else ("after", after)
     begin = Cursor.parse_all(text, len(job), field)
     states, ends = await asyncio.to_thread(read_states, store, job)
@@ -65,8 +63,7 @@ async def events_of_jobs(
         # An invalid cursor must be refused before the stream begins.
         for name, cursor in zip(job, begin, strict=True):
             await asyncio.to_thread(read_page, store, name, cursor, 1)
-        body = feeds.streams(job, begin, stopping)
-        return CountedStream(body, media_type=_STREAM, headers={"Cache-Control": "no-store"})
+        return EventStream(feeds.streams(job, begin, stopping))
     rows = [JobStateRow(job_uuid=name, state=state) for name, state in zip(job, states, strict=True)]
     return as_json(JobStatesResponse(data=rows, next="~".join(map(str, ends))))
 

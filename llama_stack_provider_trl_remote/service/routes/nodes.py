@@ -1,25 +1,29 @@
-"""The routes with which operators list and manage the machines that jobs run on; `agents` has those of their agents."""
+"""The routes with which operators list and manage the machines that jobs run on, and list the pools that give more;
+`agents` has those of their agents."""
 
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime
 from typing import Annotated
 
 from fastapi import Path, Query, Response
 
+from llama_stack_provider_trl.jobs.decisions.pools import Allocation, node_names
 from llama_stack_provider_trl.specs.event_fields import LAST_TIME
 
 from ...wire import NAME
-from ..dependencies import NodeRowsDep, NodesDep
+from ..cluster.pools import PoolReport, Pools
+from ..dependencies import NodeRowsDep, NodesDep, PoolsDep
 from ..http.declared_routes import Routes
 from ..http.errors import NotFound, declared
-from ..http.node_bodies import ListNodesResponse, NodeLoadResponse, NodeRow
-from ..http.places import ListPlace
+from ..http.node_bodies import AllocationRow, ListNodesResponse, ListPoolsResponse, NodeLoadResponse, NodeRow, PoolRow
+from ..http.places import MOST, After, Limit, ListPlace, page_of
 from ..security.access import ADMINS, USERS, GuardedRoute
 from .jobs import as_json
-from .paging import MOST, After, Limit, page_of
 
 router = Routes(GuardedRoute, prefix="/nodes", tags=["nodes"])
+pool_router = Routes(GuardedRoute, prefix="/pools", tags=["nodes"])
 Name = Annotated[str, Path(pattern=NAME, description="The node's name")]
 
 
@@ -76,3 +80,41 @@ async def remove(machines: NodesDep, name: Name) -> Response:
     """Remove a node that is gone or has been emptied. Its agent ends; a restarted agent joins again."""
     await asyncio.to_thread(machines.remove, name)
     return Response(status_code=204)
+
+
+@pool_router.get("", dependencies=[USERS], response_model=ListPoolsResponse, responses=declared())
+async def pools(managed: PoolsDep) -> Response:
+    """The pools of machines, what was requested of them, and what is left of their limits."""
+    return as_json(ListPoolsResponse(data=await asyncio.to_thread(pool_rows, managed)))
+
+
+def pool_rows(managed: Pools) -> list[PoolRow]:
+    """The pools, in the order in which they are tried."""
+    return [_row(report) for report in managed.reports()]
+
+
+def _row(report: PoolReport) -> PoolRow:
+    pool = report.pool
+    return PoolRow(
+        pool=pool.name,
+        what=pool.what,
+        max_nodes=pool.max_nodes,
+        nodes=sum(one.nodes for one in report.allocations if one.ended_at is None),
+        node_hours=pool.node_hours,
+        node_hours_used=round(report.hours_used, 3),
+        state=report.closed or "open",
+        allocations=[_allocation(one) for one in report.allocations],
+    )
+
+
+def _allocation(one: Allocation) -> AllocationRow:
+    return AllocationRow(
+        request_id=one.request_id,
+        nodes=node_names(one),
+        state=one.state,
+        requested_for=one.requested_for,
+        recorded_at=datetime.fromtimestamp(one.recorded_at, UTC),
+        granted_at=None if one.granted_at is None else datetime.fromtimestamp(one.granted_at, UTC),
+        ended_at=None if one.ended_at is None else datetime.fromtimestamp(one.ended_at, UTC),
+        message=one.message,
+    )

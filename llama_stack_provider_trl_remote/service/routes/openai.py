@@ -18,20 +18,19 @@ from ..http.chat_bodies import ChatBody, CompletionBody
 from ..http.declared_routes import Routes
 from ..http.errors import OPENAI_FORM, NotFound, OpenAIRefused, answered, declared, openai_error
 from ..security.access import USERS_JOB, CurrentCaller, GuardedRoute
-from ..security.streams import CountedStream
 from ..serving.chats import BegunAnswer
+from .files import STREAM, EventStream
 
-_STREAM = "text/event-stream"
 _FINAL = frozenset({409, 500, 507})
 """Statuses of answers that another try would not change. OpenAI's SDK repeats these unless a header forbids it."""
 
 
-class ChatStream(CountedStream):
+class ChatStream(EventStream):
     """The events of an answer, which is closed however the stream ends, also where it may not begin."""
 
     def __init__(self, begun: BegunAnswer) -> None:
         self._begun = begun
-        super().__init__(begun.stream(), media_type=_STREAM, headers={"Cache-Control": "no-store"})
+        super().__init__(begun.stream())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -88,7 +87,7 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
     **declared(404, form=OPENAI_FORM),
     200: {
         "description": "The answer, or with `stream` its parts as events",
-        "content": {"application/json": {}, _STREAM: {"schema": {"type": "string"}}},
+        "content": {"application/json": {}, STREAM: {"schema": {"type": "string"}}},
     },
 }
 

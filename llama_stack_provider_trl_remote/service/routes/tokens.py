@@ -15,12 +15,11 @@ from ..dependencies import AuditLogDep, LogsDep, SettingsDep, TokensDep
 from ..http.bodies import AuditLine, AuditPage, CreatedToken, CreateToken, ListTokensResponse, TokenRow
 from ..http.declared_routes import Routes
 from ..http.errors import declared
-from ..http.places import ListPlace
+from ..http.places import MOST, After, Limit, ListPlace, page_of
 from ..security.access import ADMINS, CurrentCaller, GuardedRoute
 from ..views.logs import MOST_BYTES
 from .files import TEXT
 from .jobs import as_json
-from .paging import MOST, After, Limit, page_of
 
 router = Routes(GuardedRoute, prefix="/tokens", tags=["tokens and audit"])
 audit = Routes(GuardedRoute, prefix="/audit", tags=["tokens and audit"])

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from starlette.responses import FileResponse, StreamingResponse
+from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ..http.connections import network_of
@@ -69,17 +69,6 @@ def add_streams(state: object, most: int) -> None:
     setattr(state, _NAME, Streams(most))
 
 
-async def _send_counted(response: _Sendable, scope: Scope, receive: Receive, send: Send) -> None:
-    streams: Streams = getattr(scope["app"].state, _NAME)
-    owners = _owners(scope)
-    if (owner := streams.full(owners)) is not None:
-        await answer(429, streams.refusal(owner), {"Retry-After": _RETRY_AFTER})(scope, receive, send)
-        return
-    scope[COUNTED] = True
-    with streams.counted(owners):
-        await response.send_parts(scope, receive, send)
-
-
 def _owners(scope: Scope) -> list[_Owner]:
     """The token and the address for which a stream counts. Behind a proxy on this machine all callers share an address,
     so loopback counts for none; nor does it for a node: many may share the address of one network."""
@@ -100,24 +89,23 @@ def _is_loopback(address: str) -> bool:
         return address == "::1"
 
 
-class CountedStream(StreamingResponse):
+class _CountedAnswer(Response):
+    """An answer that may take long."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        streams: Streams = getattr(scope["app"].state, _NAME)
+        owners = _owners(scope)
+        if (owner := streams.full(owners)) is not None:
+            await answer(429, streams.refusal(owner), {"Retry-After": _RETRY_AFTER})(scope, receive, send)
+            return
+        scope[COUNTED] = True
+        with streams.counted(owners):
+            await super().__call__(scope, receive, send)
+
+
+class CountedStream(_CountedAnswer, StreamingResponse):
     """Parts as they are made."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _send_counted(self, scope, receive, send)
 
-    async def send_parts(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await super().__call__(scope, receive, send)
-
-
-class CountedFile(FileResponse):
+class CountedFile(_CountedAnswer, FileResponse):
     """A file by its path."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _send_counted(self, scope, receive, send)
-
-    async def send_parts(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await super().__call__(scope, receive, send)
-
-
-type _Sendable = CountedStream | CountedFile

@@ -13,8 +13,6 @@ from llama_stack_provider_trl.system.texts import parse_json
 
 
 class ToolCall(NamedTuple):
-    """A call of a tool."""
-
     name: str
     arguments: str
     """A JSON object."""

@@ -10,7 +10,7 @@ from llama_stack_provider_trl.jobs.store.records import SamplesRecord
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.job import JobSpec
 
-from ..http.samples import PromptMessage, SampleAnswer, SampleSet, SamplesResponse
+from ..http.bodies import PromptMessage, SampleAnswer, SampleSet, SamplesResponse
 from .events import read_states
 
 COLUMNS = 4
