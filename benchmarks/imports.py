@@ -7,15 +7,12 @@ Every measurement is a process of its own, native and external API in turn. See 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
-from machine import command, machine, print_header
+from machine import begin, finish, parser_of
 
 SECONDS, MIB = 0.3, 30
 """Targets, where Llama Stack itself takes 1.5 s; on a slower or busy machine both grow."""
@@ -38,12 +35,10 @@ print(json.dumps([stack, seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_m
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", type=Path, metavar="OUT")
     options = parser.parse_args()
-    report: dict[str, Any] = {"command": command(), "machine": machine("llama-stack", "pydantic")}
-    print_header(report)
+    report = begin("llama-stack", "pydantic")
     report["runs"] = {kind: [] for kind in MODULES}
     for _ in range(options.repeats):
         for kind, modules in MODULES.items():
@@ -54,8 +49,7 @@ def main() -> int:
         scaled = seconds / max(1.0, stack / 1.5)
         print(f"{kind}: {seconds:.2f} s of CPU time, {mib:.1f} MiB; Llama Stack itself {stack:.2f} s")
         missed = missed or scaled > SECONDS or mib > MIB
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    finish(report, options.json)
     return 1 if missed else 0
 
 

@@ -36,7 +36,7 @@ from typing import Any
 import psutil
 
 from benchmarks.dashboard import Job
-from benchmarks.machine import command, machine, print_header
+from benchmarks.machine import begin, finish, parser_of
 from llama_stack_provider_trl.errors import StoreError
 from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.jobs.store.store import Store
@@ -55,7 +55,7 @@ ANSWER_TIMEOUT = 60.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--jobs", type=int, default=20_000, help="that have completed")
     parser.add_argument("--watchers", type=int, default=1000, help="connections that poll")
     parser.add_argument("--polls", type=float, default=200.0, help="a second, of all watchers together")
@@ -64,14 +64,12 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=0, help="event streams of /v1 besides")
     parser.add_argument("--tokens", type=int, default=8, help="that share the load; a token may have 16 uploads")
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.port:
         print(json.dumps(asyncio.run(Clients(options).run())))
         return 0
-    report: dict[str, Any] = {"command": command(), "machine": machine("fastapi", "uvicorn")}
-    print_header(report)
+    report = begin("fastapi", "uvicorn")
     with (
         tempfile.TemporaryDirectory(prefix="openai-load-") as scratch,
         prepared(Path(scratch), options) as (service, jobs),
@@ -80,8 +78,7 @@ def main() -> int:
     for name, found in report.items():
         if name not in ("command", "machine"):
             print(f"{name:>16}  {found}" + (f"  (at most {TARGETS[name]:g})" if name in TARGETS else ""))
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=2))
+    finish(report, options.json)
     missed = [name for name, most in TARGETS.items() if report[name] > most]
     print(f"missed: {', '.join(missed)}" if missed else "all targets are met")
     return 1 if missed else 0

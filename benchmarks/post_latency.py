@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from machine import REPOSITORY, command, machine, print_header, spread
+from machine import REPOSITORY, begin, finish, parser_of, spread
 
 sys.path.insert(0, str(REPOSITORY))
 
@@ -36,8 +36,7 @@ DATASET = "benchmark-rows"
 
 def main() -> None:
     options = parse_options()
-    report: dict[str, Any] = {"command": command(), "machine": machine("llama-stack", "pandas", "pydantic")}
-    print_header(report)
+    report = begin("llama-stack", "pandas", "pydantic")
     rows = synthetic_rows(options.rows, options.row_bytes)
     with tempfile.TemporaryDirectory(prefix="post-latency-") as scratch:
         work = Path(scratch)
@@ -45,16 +44,14 @@ def main() -> None:
         report["with_provider"] = measure_with_provider(work / "with", rows, options.repeats)
     report["summary"] = summarize(report)
     print_report(report, options)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    finish(report, options.json)
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=7, help="POSTs that are timed")
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--row-bytes", type=int, default=600, help="size of one row as JSON")
-    parser.add_argument("--json", type=Path, metavar="OUT")
     return parser.parse_args()
 
 

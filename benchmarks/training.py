@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from machine import command, machine, print_header, spread
+from machine import begin, finish, parser_of, spread
 from recipe_throughput import SAME_LOSS, enter_environment, import_libraries, in_child
 from training_inputs import data_file, model_of, prepare_inputs, read_rows
 from training_variants import Clock, stock_arguments, time_training, train_bare
@@ -79,23 +79,29 @@ def main() -> None:
     import_libraries()
     import torch  # noqa: F401
 
-    report: dict[str, Any] = {"command": command(), "machine": surroundings(options), "options": _plain(options)}
-    print_header(report)
+    report = begin(
+        *("torch", "transformers", "trl"),
+        options=options,
+        data=[str(data_file(name)) for name in _algorithms(options)],
+        threads=options.threads,
+        malloc=options.allocator,
+    )
     with tempfile.TemporaryDirectory(prefix="training-") as scratch:
-        for algorithm in ("sft", "dpo") if options.algorithm == "both" else (options.algorithm,):
+        for algorithm in _algorithms(options):
             folder = Path(scratch) / algorithm
             folder.mkdir()
             report[algorithm] = measure_algorithm(folder, algorithm, options)
-    report["machine"]["load_after"] = os.getloadavg()
-    print(f"\nload average before {report['machine']['load_before']}, after {report['machine']['load_after']}")
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    finish(report, options.json)
     if options.plot:
         plot(report, options.plot)
 
 
+def _algorithms(options: argparse.Namespace) -> tuple[Algorithm, ...]:
+    return ("sft", "dpo") if options.algorithm == "both" else (options.algorithm,)
+
+
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--algorithm", choices=("sft", "dpo", "both"), default="both")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="NAME", help=f"of {', '.join(VARIANTS)}")
     parser.add_argument("--rounds", type=int, default=5)
@@ -109,7 +115,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--full-rows", action="store_true", help="every row is as long as --max-length")
     parser.add_argument("--allocator", choices=("tuned", "default"), default="tuned", help="glibc malloc's settings")
     parser.add_argument("--seed", type=int, default=0, help="decides the rows, the order within rounds, the bootstrap")
-    parser.add_argument("--json", type=Path, metavar="OUT")
     parser.add_argument("--plot", type=Path, metavar="OUT", help="writes OUT.png and OUT.svg; needs matplotlib")
     parser.set_defaults(device="cpu", logging_steps=1)
     options = parser.parse_args()
@@ -386,20 +391,6 @@ def _prepared(path: Path, folder: Path, algorithm: Algorithm, options: argparse.
 
 def _peak_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-def surroundings(options: argparse.Namespace) -> dict[str, Any]:
-    names = ("sft", "dpo") if options.algorithm == "both" else (options.algorithm,)
-    return {
-        **machine("torch", "transformers", "trl"),
-        "data": [str(data_file(name)) for name in names],
-        "threads": options.threads,
-        "malloc": options.allocator,
-    }
-
-
-def _plain(options: argparse.Namespace) -> dict[str, Any]:
-    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
 
 
 def plot(report: dict[str, Any], out: Path) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from machine import REPOSITORY, machine, print_header
+from machine import REPOSITORY, begin
 
 REPETITIONS = 30
 
@@ -26,7 +26,7 @@ def main() -> None:
 
     from llama_stack_provider_trl.recipes.trainer.kept_walks import keep_walks
 
-    print_header({"command": "benchmarks/walks.py", "machine": machine("torch", "transformers", "peft")})
+    begin("torch", "transformers", "peft")
     print("| layers | train() | count of parameters | zero_grad() | list of parameters | together | kept |")
     print("|---|---|---|---|---|---|---|")
     for layers in (16, 32):
