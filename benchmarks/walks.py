@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/walks.py
 
 Llama blocks of small weights with LoRA on all linear layers, whose modules are as many as those of a large model. The
-least of 30 repetitions, in milliseconds of the thread's own time. See benchmarks/README.md.
+least of 30 repetitions, in milliseconds of the thread's own time.
 """
 
 from __future__ import annotations
