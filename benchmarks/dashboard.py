@@ -123,21 +123,28 @@ def main() -> int:
 
 
 @contextmanager
-def prepared(root: Path) -> Iterator[tuple[TrainingService, list[Job]]]:
-    """A service whose jobs are this process's: it holds the lock of the supervisor."""
+def own_store(root: Path) -> Iterator[tuple[Store, Path]]:
+    """The store of a service whose jobs are this process's, which holds the lock of the supervisor; and its
+    directory."""
     data_dir = root / "data"
     data_dir.mkdir(mode=0o700)
     lock = FileLock(data_dir / "supervisor.lock")
-    assert lock.acquire("benchmarks.dashboard")
+    assert lock.acquire("a benchmark")
     store = Store(data_dir / DATABASE)
     try:
+        yield store, data_dir
+    finally:
+        store.close()
+        lock.release()
+
+
+@contextmanager
+def prepared(root: Path) -> Iterator[tuple[TrainingService, list[Job]]]:
+    with own_store(root) as (store, data_dir):
         Job(store, data_dir, LARGE).write(POINTS)
         jobs = [Job(store, data_dir, name) for name in JOBS]
         with running_service(root) as service:
             yield service, jobs
-    finally:
-        store.close()
-        lock.release()
 
 
 def with_open_pages(service: TrainingService, jobs: list[Job], pages: int, seconds: float) -> dict[str, Any]:

@@ -35,13 +35,11 @@ from typing import Any
 
 import psutil
 
-from benchmarks.dashboard import Job
+from benchmarks.dashboard import Job, own_store
 from benchmarks.machine import begin, finish, parser_of
 from llama_stack_provider_trl.errors import StoreError
 from llama_stack_provider_trl.jobs.decisions.states import JobState
-from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.system.data_dir import DATABASE
-from llama_stack_provider_trl.system.process import FileLock
 from llama_stack_provider_trl_remote.openai.names import Called
 from tests.contract.service import TrainingService, running_service
 
@@ -90,13 +88,7 @@ def token(number: int) -> str:
 
 @contextmanager
 def prepared(root: Path, options: argparse.Namespace) -> Iterator[tuple[TrainingService, list[Job]]]:
-    """A service whose jobs are this process's: it holds the lock of the supervisor."""
-    data_dir = root / "data"
-    data_dir.mkdir(mode=0o700)
-    lock = FileLock(data_dir / "supervisor.lock")
-    assert lock.acquire("benchmarks.openai_load")
-    store = Store(data_dir / DATABASE)
-    try:
+    with own_store(root) as (store, data_dir):
         ended = Job(store, data_dir, ENDED)
         ended.write(2)
         assert store.transition(ENDED, 1, JobState.in_progress, JobState.completed)
@@ -106,9 +98,6 @@ def prepared(root: Path, options: argparse.Namespace) -> Iterator[tuple[Training
         tokens = [{"token": token(n), "role": "submit", "name": f"user-{n}"} for n in range(options.tokens)]
         with running_service(root, tokens=tokens) as service:
             yield service, jobs
-    finally:
-        store.close()
-        lock.release()
 
 
 def copy_ended(data_dir: Path, count: int) -> None:
