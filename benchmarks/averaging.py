@@ -11,7 +11,6 @@ benchmarks/README.md.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -22,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from machine import REPOSITORY, command, machine, print_header
+from machine import REPOSITORY, begin, finish, parser_of
 
 sys.path.insert(0, str(REPOSITORY))
 
@@ -54,13 +53,8 @@ def main() -> int:
     if _INSIDE not in os.environ:
         return in_namespace()
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    report: Result = {
-        "command": command(),
-        "machine": machine("torch", "transformers", "trl"),
-        "options": {name: value for name, value in vars(options).items() if name != "json"},
-        "runs": [],
-    }
-    print_header(report)
+    report = begin("torch", "transformers", "trl", options=options)
+    report["runs"] = []
     check_steps(options)
     outer = [outer_of(text, options.interval) for text in options.outer]
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -74,15 +68,13 @@ def main() -> int:
                 report["runs"].append(measured(ranks, folder / f"run-{number}", base, averaging, options))
             if options.kill:
                 report["runs"].append(with_a_loss(ranks, folder, base, outer[-1], options))
-    report["machine"]["load_after"] = os.getloadavg()
     missed = print_report(report)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    finish(report, options.json)
     return 1 if missed else 0
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--interval", type=int, default=20, help="optimizer steps between two averages")
     parser.add_argument(
@@ -99,7 +91,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=896, help="that are trained on in an epoch, at most 896")
     parser.add_argument("--tokens", type=int, default=128, help="of a row at most")
     parser.add_argument("--no-kill", dest="kill", action="store_false", help="leave out the run that loses a worker")
-    parser.add_argument("--json", type=Path, metavar="OUT")
     options = parser.parse_args()
     if options.workers < 2 or STEP % options.workers:
         parser.error("expected 2, 4, 8 or 16 --workers: a step has 16 rows")

@@ -9,7 +9,6 @@ the events that a job writes. See benchmarks/README.md.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -18,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from machine import REPOSITORY, command, machine, print_header
+from machine import REPOSITORY, begin, finish, parser_of
 
 TARGET = 5.0
 """Percent of the time of 100 steps that one checkpoint may cost."""
@@ -31,12 +30,7 @@ def main() -> None:
     options = parse_options()
     if options.child:
         return train(options)
-    report: dict[str, Any] = {
-        "command": command(),
-        "machine": machine("torch", "transformers", "trl", "safetensors"),
-        "options": {"steps": options.steps, "save_steps": options.save_steps, "batch": options.batch},
-    }
-    print_header(report)
+    report = begin("torch", "transformers", "trl", "safetensors", options=options)
     with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=options.scratch) as scratch:
         work = Path(scratch)
         for mode in ("background", "waiting"):
@@ -51,10 +45,7 @@ def main() -> None:
             report[mode] = figures(work / mode)
             print_figures(mode, report[mode])
     percent = report["background"]["stall_percent_of_100_steps"]
-    report["machine"]["load_after"] = os.getloadavg()
-    print(f"\nload average before {report['machine']['load_before']}, after {report['machine']['load_after']}")
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    finish(report, options.json)
     if statistics.median(percent) >= TARGET:
         sys.exit(
             f"the target is missed: a checkpoint costs {statistics.median(percent):.1f} % of 100 steps, not {TARGET} %"
@@ -62,7 +53,7 @@ def main() -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--save-steps", type=int, default=20, help="optimizer steps between checkpoints")
     parser.add_argument("--batch", type=int, default=4, help="rows per step")
@@ -70,7 +61,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--scratch", type=Path, help="where checkpoints are written; left out: the temporary directory")
     parser.add_argument("--verbose", action="store_true", help="show what the trainings print")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--child", choices=("background", "waiting"), help=argparse.SUPPRESS)
     return parser.parse_args()
 

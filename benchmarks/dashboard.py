@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 import requests
 
-from benchmarks.machine import command, machine, print_header
+from benchmarks.machine import begin, finish, parser_of
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.events import EventWriter, Prepared, Progress, Started, read_events
 from llama_stack_provider_trl.system.data_dir import DATABASE
@@ -97,17 +97,15 @@ class Job:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--pages", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=30.0)
-    parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--reader", nargs=3, metavar=("PORT", "PAGES", "SECONDS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.reader:
         print(json.dumps(asyncio.run(read_pages(*map(float, options.reader)))))
         return 0
-    report: dict[str, Any] = {"command": command(), "machine": machine("fastapi", "uvicorn")}
-    print_header(report)
+    report = begin("fastapi", "uvicorn")
     with tempfile.TemporaryDirectory(prefix="dashboard-") as scratch, prepared(Path(scratch)) as (service, jobs):
         report |= with_open_pages(service, jobs, options.pages, options.seconds)
         report |= open_large(service)
@@ -116,8 +114,7 @@ def main() -> int:
     for name, found in report.items():
         if name not in ("command", "machine"):
             print(f"{name:>14}  {found}" + (f"  (at most {TARGETS[name]:g})" if name in TARGETS else ""))
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=2))
+    finish(report, options.json)
     missed = [name for name, most in TARGETS.items() if report[name] > most]
     if report["lost"]:
         missed.append("lost")
@@ -126,21 +123,28 @@ def main() -> int:
 
 
 @contextmanager
-def prepared(root: Path) -> Iterator[tuple[TrainingService, list[Job]]]:
-    """A service whose jobs are this process's: it holds the lock of the supervisor."""
+def own_store(root: Path) -> Iterator[tuple[Store, Path]]:
+    """The store of a service whose jobs are this process's, which holds the lock of the supervisor; and its
+    directory."""
     data_dir = root / "data"
     data_dir.mkdir(mode=0o700)
     lock = FileLock(data_dir / "supervisor.lock")
-    assert lock.acquire("benchmarks.dashboard")
+    assert lock.acquire("a benchmark")
     store = Store(data_dir / DATABASE)
     try:
+        yield store, data_dir
+    finally:
+        store.close()
+        lock.release()
+
+
+@contextmanager
+def prepared(root: Path) -> Iterator[tuple[TrainingService, list[Job]]]:
+    with own_store(root) as (store, data_dir):
         Job(store, data_dir, LARGE).write(POINTS)
         jobs = [Job(store, data_dir, name) for name in JOBS]
         with running_service(root) as service:
             yield service, jobs
-    finally:
-        store.close()
-        lock.release()
 
 
 def with_open_pages(service: TrainingService, jobs: list[Job], pages: int, seconds: float) -> dict[str, Any]:

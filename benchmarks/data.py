@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from machine import REPOSITORY, command, machine, print_header
+from machine import REPOSITORY, begin, finish, parser_of
 
 LIMIT_MB, LIMIT_TREE_MB = 600, 1024
 """Memory above the import that many rows may take, and that of all processes with what they import."""
@@ -35,12 +35,7 @@ def main() -> None:
     if options.child:
         json.dump(CHILDREN[options.child](options), sys.stdout)
         return
-    report: dict[str, Any] = {
-        "command": command(),
-        "machine": machine("torch", "transformers", "tokenizers", "datasets", "pyarrow"),
-        "options": {"rows": options.rows, "few": options.few, "rounds": options.rounds},
-    }
-    print_header(report)
+    report = begin("torch", "transformers", "tokenizers", "datasets", "pyarrow", options=options)
     with tempfile.TemporaryDirectory(prefix="data-", dir=options.scratch) as scratch:
         options.scratch = Path(scratch)
         for rows in (options.few, options.rows):
@@ -59,10 +54,7 @@ def main() -> None:
         for rows, found in report["resume"].items():
             shown = ", ".join(f"{name} {statistics.median(of):.2f} s" for name, of in found.items())
             print(f"resumed with {rows:,} rows: {shown} (medians of {options.rounds})")
-    report["machine"]["load_after"] = os.getloadavg()
-    print(f"\nload average before {report['machine']['load_before']}, after {report['machine']['load_after']}")
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    finish(report, options.json)
     kept = report["prepare"]["kept"]
     for name, limit in (("mb_above_import", LIMIT_MB), ("mb_resident_with_workers", LIMIT_TREE_MB)):
         if kept[name] > limit:
@@ -74,14 +66,13 @@ def kinds(options: argparse.Namespace) -> list[str]:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--few", type=int, default=10_000, help="rows of the job that the large one is compared with")
     parser.add_argument("--rounds", type=int, default=5, help="resumed attempts of each")
     parser.add_argument("--in-memory", action="store_true", help="prepare the rows without a cache, too")
     parser.add_argument("--packed", action="store_true", help="pack the rows, too")
     parser.add_argument("--scratch", type=Path, help="where rows and tokens are; left out: the temporary directory")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--child", choices=sorted(CHILDREN), help=argparse.SUPPRESS)
     return parser.parse_args()
 

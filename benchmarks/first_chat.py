@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import requests
-from machine import REPOSITORY, command, machine, print_header
+from machine import REPOSITORY, begin, finish, parser_of
 
 sys.path.insert(0, str(REPOSITORY))
 
@@ -44,8 +44,7 @@ SHOWN = {
 
 def main() -> int:
     options = parse_options()
-    report: dict[str, Any] = {"command": command(), "machine": machine("torch", "transformers", "peft")}
-    print_header(report)
+    report = begin("torch", "transformers", "peft")
     model = options.model or smollm2()
     with (
         tempfile.TemporaryDirectory(prefix="first-chat-") as scratch,
@@ -53,18 +52,15 @@ def main() -> int:
     ):
         service.register("questions", QUESTIONS)
         report["seconds"] = measure(service, model, options.repeats)
-    report["load_after"] = os.getloadavg()
     missed = print_report(report)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    finish(report, options.json)
     return 1 if missed else 0
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, metavar="DIR", help="the base model (SmolLM2-135M)")
     parser.add_argument("--repeats", type=int, default=3, help="jobs of each kind")
-    parser.add_argument("--json", type=Path, metavar="OUT")
     return parser.parse_args()
 
 
@@ -134,7 +130,6 @@ def print_report(report: dict[str, Any]) -> list[str]:
         print(f"| {shown} | {middle:.2f} | {min(values):.2f} to {max(values):.2f} | {target} |")
         if middle > target:
             missed.append(f"{shown}: {middle:.2f} s, at most {target} s were the target")
-    print(f"\nload {report['machine']['load_before'][0]:.1f} before, {report['load_after'][0]:.1f} after")
     print("\n".join(missed))
     return missed
 

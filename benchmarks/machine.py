@@ -1,7 +1,9 @@
-"""How the benchmarks describe the machine and a spread."""
+"""What the benchmarks have in common: their options, the machine, the report, and a spread."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 import os
 import platform
@@ -31,11 +33,32 @@ def machine(*packages: str) -> dict[str, Any]:
     }
 
 
-def print_header(report: dict[str, Any]) -> None:
-    """The command, then the machine, a line each."""
+def parser_of(text: str | None) -> argparse.ArgumentParser:
+    """A parser for the options of a program with this docstring; each has `--json`."""
+    made = argparse.ArgumentParser(description=(text or "").partition("\n")[0])
+    made.add_argument("--json", type=Path, metavar="OUT", help="a file for all figures")
+    return made
+
+
+def begin(*packages: str, options: argparse.Namespace | None = None, **described: Any) -> dict[str, Any]:
+    """A report with the command, the machine (with `packages` and what else is `described`) and the options. Prints
+    them, a line each but the options."""
+    report: dict[str, Any] = {"command": command(), "machine": {**machine(*packages), **described}}
     print(f"$ {report['command']}")
     for name, value in report["machine"].items():
         print(f"  {name}: {value}")
+    if options is not None:
+        own = {name: value for name, value in vars(options).items() if name != "json"}
+        report["options"] = {name: str(value) if isinstance(value, Path) else value for name, value in own.items()}
+    return report
+
+
+def finish(report: dict[str, Any], file: Path | None) -> None:
+    """Add the load of the machine to a report, print it, and write the report to a file, where one is named."""
+    report["machine"]["load_after"] = os.getloadavg()
+    print(f"\nload average before {report['machine']['load_before']}, after {report['machine']['load_after']}")
+    if file:
+        file.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def cpu_name() -> str:

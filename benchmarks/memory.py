@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from machine import REPOSITORY, command, machine, print_header
+from machine import REPOSITORY, begin
 
 if TYPE_CHECKING:
     from llama_stack_provider_trl.specs.job import JobSpec
@@ -129,8 +129,7 @@ def main() -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     if options.child:
         return measure(Path(options.child))
-    report = {"command": command(), "machine": machine("torch", "trl", "transformers", "peft")}
-    print_header(report)
+    report = begin("torch", "trl", "transformers", "peft")
     numbers = options.only or range(1, len(CASES) + 1)
     results = []
     for result in run([(number, CASES[number - 1]) for number in numbers], not options.estimates):

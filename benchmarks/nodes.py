@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
-from machine import REPOSITORY, command, machine, print_header, spread
+from machine import REPOSITORY, begin, finish, parser_of, spread
 from training_inputs import save_random_llama
 
 sys.path.insert(0, str(REPOSITORY))
@@ -62,13 +62,8 @@ def main() -> None:
     options = parse_options()
     if lacking := why_not():
         sys.exit(lacking)
-    report: dict[str, Any] = {
-        "command": command(),
-        "machine": machine("torch", "transformers", "trl"),
-        "options": {name: value for name, value in vars(options).items() if name != "json"},
-        "runs": [],
-    }
-    print_header(report)
+    report = begin("torch", "transformers", "trl", options=options)
+    report["runs"] = []
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # `timeout`: leave no machine behind
     with tempfile.TemporaryDirectory(prefix="nodes-") as scratch:
         work = Path(scratch)
@@ -76,18 +71,15 @@ def main() -> None:
         for number in range(options.rounds):
             for nodes in options.nodes:
                 report["runs"] += measure_pair(work, number, nodes, options)
-    report["machine"]["load_after"] = os.getloadavg()
     report["summary"] = summarize(report["runs"])
     print_summary(report["summary"], options)
-    print(f"\nload average before {report['machine']['load_before']}, after {report['machine']['load_after']}")
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    finish(report, options.json)
     slow = [row["nodes"] for row in report["summary"] if row["speed"]["median"] < TARGET]
     sys.exit(f"the target is missed with {' and '.join(map(str, slow))} agents" if slow else 0)
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--nodes", type=int, nargs="+", choices=(1, 2), default=(1, 2), help="agents of the job")
     parser.add_argument("--steps", type=int, default=45, help=f"optimizer steps; the first {FIRST} are not measured")
@@ -97,7 +89,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--same-malloc", action="store_true", help="give plain torchrun's glibc our launcher's settings"
     )
-    parser.add_argument("--json", type=Path, metavar="OUT")
     options = parser.parse_args()
     if not FIRST < options.save_steps < options.steps:
         parser.error(f"expected {FIRST} < --save-steps < --steps, so that a checkpoint is written while it is measured")

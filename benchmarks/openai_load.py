@@ -35,13 +35,11 @@ from typing import Any
 
 import psutil
 
-from benchmarks.dashboard import Job
-from benchmarks.machine import command, machine, print_header
+from benchmarks.dashboard import Job, own_store
+from benchmarks.machine import begin, finish, parser_of
 from llama_stack_provider_trl.errors import StoreError
 from llama_stack_provider_trl.jobs.decisions.states import JobState
-from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.system.data_dir import DATABASE
-from llama_stack_provider_trl.system.process import FileLock
 from llama_stack_provider_trl_remote.openai.names import Called
 from tests.contract.service import TrainingService, running_service
 
@@ -55,7 +53,7 @@ ANSWER_TIMEOUT = 60.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--jobs", type=int, default=20_000, help="that have completed")
     parser.add_argument("--watchers", type=int, default=1000, help="connections that poll")
     parser.add_argument("--polls", type=float, default=200.0, help="a second, of all watchers together")
@@ -64,14 +62,12 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=0, help="event streams of /v1 besides")
     parser.add_argument("--tokens", type=int, default=8, help="that share the load; a token may have 16 uploads")
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.port:
         print(json.dumps(asyncio.run(Clients(options).run())))
         return 0
-    report: dict[str, Any] = {"command": command(), "machine": machine("fastapi", "uvicorn")}
-    print_header(report)
+    report = begin("fastapi", "uvicorn")
     with (
         tempfile.TemporaryDirectory(prefix="openai-load-") as scratch,
         prepared(Path(scratch), options) as (service, jobs),
@@ -80,8 +76,7 @@ def main() -> int:
     for name, found in report.items():
         if name not in ("command", "machine"):
             print(f"{name:>16}  {found}" + (f"  (at most {TARGETS[name]:g})" if name in TARGETS else ""))
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=2))
+    finish(report, options.json)
     missed = [name for name, most in TARGETS.items() if report[name] > most]
     print(f"missed: {', '.join(missed)}" if missed else "all targets are met")
     return 1 if missed else 0
@@ -93,13 +88,7 @@ def token(number: int) -> str:
 
 @contextmanager
 def prepared(root: Path, options: argparse.Namespace) -> Iterator[tuple[TrainingService, list[Job]]]:
-    """A service whose jobs are this process's: it holds the lock of the supervisor."""
-    data_dir = root / "data"
-    data_dir.mkdir(mode=0o700)
-    lock = FileLock(data_dir / "supervisor.lock")
-    assert lock.acquire("benchmarks.openai_load")
-    store = Store(data_dir / DATABASE)
-    try:
+    with own_store(root) as (store, data_dir):
         ended = Job(store, data_dir, ENDED)
         ended.write(2)
         assert store.transition(ENDED, 1, JobState.in_progress, JobState.completed)
@@ -109,9 +98,6 @@ def prepared(root: Path, options: argparse.Namespace) -> Iterator[tuple[Training
         tokens = [{"token": token(n), "role": "submit", "name": f"user-{n}"} for n in range(options.tokens)]
         with running_service(root, tokens=tokens) as service:
             yield service, jobs
-    finally:
-        store.close()
-        lock.release()
 
 
 def copy_ended(data_dir: Path, count: int) -> None:

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from machine import REPOSITORY, command, machine, print_header
+from machine import REPOSITORY, begin, finish, parser_of
 
 sys.path.insert(0, str(REPOSITORY))
 
@@ -41,13 +41,8 @@ def main() -> int:
     options = parse_options()
     if reason := why_not():
         sys.exit(f"parallel.py needs network namespaces: {reason}")
-    report: Result = {
-        "command": command(),
-        "machine": machine("torch", "transformers", "trl"),
-        "options": {name: value for name, value in vars(options).items() if name != "json"},
-        "runs": [],
-    }
-    print_header(report)
+    report = begin("torch", "transformers", "trl", options=options)
+    report["runs"] = []
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryDirectory(prefix="parallel-") as scratch:
         folder = Path(scratch)
@@ -65,15 +60,13 @@ def main() -> int:
                     f"predicted {shown['predicted_s']:8.3f} s",
                     flush=True,
                 )
-    report["machine"]["load_after"] = os.getloadavg()
     missed = print_report(report, options)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    finish(report, options.json)
     return 1 if missed else 0
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--model", choices=SHAPES, default="100M")
     parser.add_argument("--mbit-per-s", type=int, nargs="+", default=[10, 100, 1000], metavar="N")
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
@@ -81,7 +74,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=512, help="of a row")
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps")
     parser.add_argument("--warm-up", type=int, default=2, help="of them that are not measured")
-    parser.add_argument("--json", type=Path, metavar="OUT")
     options = parser.parse_args()
     if not 0 < options.warm_up < options.steps:
         parser.error("expected more --steps than --warm-up, and one of those at least")
@@ -177,7 +169,6 @@ def print_report(report: Result, options: argparse.Namespace) -> list[Result]:
             f"{run['bytes_per_node'] / 1e6:.0f} | {run['alone_s']:.2f} | {run['step_s']:.2f} | "
             f"{run['predicted_s']:.2f} | {run['difference']:+.0%} | {run['speedup']:.2f} |"
         )
-    print(f"\nload average before {report['machine']['load_before']}, after {report['machine']['load_after']}")
     print(f"measured at {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC")
     missed = [run for run in report["runs"] if abs(run["difference"]) > WITHIN]
     for run in missed:

@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -185,6 +185,13 @@ def _with_cores(name: str, cores: int | None, age: int) -> Queued:
     return Queued(name, "cpu", age, demand=Demand(resources=ResourcesSpec(reserve_cpus=cores)).text())
 
 
+def print_waits(waited: Mapping[tuple[int, int], Sequence[float]]) -> None:
+    """How long jobs of each size waited."""
+    print("nodes x GPUs   jobs   waited: median   longest (s)")
+    for (count, gpus), seconds in sorted(waited.items()):
+        print(f"{count:5} x {gpus:<4} {len(seconds):8} {statistics.median(seconds):15.0f} {max(seconds):12.0f}")
+
+
 def main() -> int:
     """Returns the exit status."""
     rng = random.Random(SEED)
@@ -234,16 +241,11 @@ def main() -> int:
     print(f"its reasons   median {1e3 * statistics.median(reasons):6.2f} ms   longest {1e3 * max(reasons):6.2f} ms")
     print(f"GPUs in use while more than 20 jobs waited: {100 * used / offered:.1f} %")
     print(f"never placed: {len(waiting)}; patience {PATIENCE:.0f} s")
-    print("nodes x GPUs   jobs   waited: median   longest (s)")
-    for (count, gpus), seconds in sorted(waited.items()):
-        print(f"{count:5} x {gpus:<4} {len(seconds):8} {statistics.median(seconds):15.0f} {max(seconds):12.0f}")
+    print_waits(waited)
     print(f"among small jobs of up to {LONGEST:.0f} s that never end coming   waited   may wait (s)")
-    late = False
-    for what, took, bound in crowded(rng, nodes):
-        late |= took > bound
-        print(f"{what:50} {took:15.0f} {bound:14.0f}{'   TOO LONG' if took > bound else ''}")
+    late, large = False, crowded(rng, nodes)
     found, of_cores = shared(rng)
-    for what, took, bound in found:
+    for what, took, bound in (*large, *found):
         late |= took > bound
         print(f"{what:50} {took:15.0f} {bound:14.0f}{'   TOO LONG' if took > bound else ''}")
     print(

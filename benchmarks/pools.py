@@ -19,8 +19,8 @@ import sys
 import time
 from collections import defaultdict
 from dataclasses import replace
-from typing import NamedTuple
 
+from benchmarks.placement import Job, print_waits
 from llama_stack_provider_trl.jobs.decisions.demands import Demand, Queued
 from llama_stack_provider_trl.jobs.decisions.placement import Node, place
 from llama_stack_provider_trl.jobs.decisions.pools import Allocation, AllocationState, PoolState, decide, node_names
@@ -39,12 +39,6 @@ LOST_HOURS = 200.0
 """Mean hours until a node is lost."""
 MOST_NODES = {"ray": 350, "slurm": 150}
 HEAD = Node("head", ("cpu",), "head", head=True, cpus=8)
-
-
-class Job(NamedTuple):
-    queued: Queued
-    seconds: float
-    size: tuple[int, int]
 
 
 def shape(memory_gb: int) -> Node:
@@ -185,9 +179,7 @@ def main() -> int:
     print(f"a decision    median {1e3 * statistics.median(world.decisions):6.1f} ms   longest {longest:6.1f} ms")
     print(f"GPUs in use while jobs waited: {used:.1f} % of those that pools had given")
     print(f"never run: {len(world.waiting) + len(world.running)}; allocations left: {len(world.allocations)}")
-    print("nodes x GPUs   jobs   waited: median   longest (s)")
-    for (count, gpus), seconds in sorted(world.waited.items()):
-        print(f"{count:5} x {gpus:<4} {len(seconds):8} {statistics.median(seconds):15.0f} {max(seconds):12.0f}")
+    print_waits(world.waited)
     failed = world.waiting or world.running or world.allocations or used < LEAST_USED or longest > LIMIT_MS
     return int(bool(failed))
 

@@ -11,35 +11,32 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import requests
 import yaml
-from machine import REPOSITORY, command, machine, print_header, spread
+from machine import REPOSITORY, begin, finish, parser_of, spread
 
 sys.path.insert(0, str(REPOSITORY))
 
 from llama_stack_provider_trl.system.process import FileLock
+from tests.contract.payloads import sft
+from tests.contract.stack import SFT, LlamaStack, poll
 
 DATASET = "benchmark-rows"
-START_TIMEOUT = 180.0
 
 
 def main() -> None:
     options = parse_options()
-    report: dict[str, Any] = {"command": command(), "machine": machine("llama-stack", "pandas", "pydantic")}
-    print_header(report)
+    report = begin("llama-stack", "pandas", "pydantic")
     rows = synthetic_rows(options.rows, options.row_bytes)
     with tempfile.TemporaryDirectory(prefix="post-latency-") as scratch:
         work = Path(scratch)
@@ -47,16 +44,14 @@ def main() -> None:
         report["with_provider"] = measure_with_provider(work / "with", rows, options.repeats)
     report["summary"] = summarize(report)
     print_report(report, options)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    finish(report, options.json)
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=7, help="POSTs that are timed")
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--row-bytes", type=int, default=600, help="size of one row as JSON")
-    parser.add_argument("--json", type=Path, metavar="OUT")
     return parser.parse_args()
 
 
@@ -77,33 +72,38 @@ def synthetic_rows(count: int, size: int) -> list[dict[str, str]]:
 
 
 def measure_without_provider(folder: Path, rows: list[dict[str, str]]) -> dict[str, Any]:
-    with LlamaStack(folder, post_training=False) as stack:
+    with running(Stack(folder, post_training=False)) as stack:
         memory = {"started": stack.memory()}
-        stack.register(rows)
+        stack.register(DATASET, rows)
         memory["registered"] = stack.memory()
-        stack.read_all_rows()
+        assert stack.get(f"/datasetio/iterrows/{DATASET}", limit=-1).ok
         memory["rows_read"] = stack.memory()
         return {"memory": memory, "torch_libraries": stack.torch_libraries()}
 
 
 def measure_with_provider(folder: Path, rows: list[dict[str, str]], repeats: int) -> dict[str, Any]:
-    with LlamaStack(folder, post_training=True) as stack:
+    body_of = partial(sft, dataset_id=DATASET)
+    body_of("")  # makes the model
+    with running(Stack(folder, post_training=True)) as stack:
         memory = {"started": stack.memory()}
-        stack.register(rows)
+        stack.register(DATASET, rows)
         memory["registered"] = stack.memory()
         with device_held(stack.locks):
-            first = stack.submit("first")
+            first = timed(partial(stack.submit, SFT, body_of("first")))
             memory["first_post"] = stack.memory()
-            stack.wait_until_held("first")
+            # Until its runner stands at the device's lock, and nothing of it computes any more.
+            poll(lambda: "held by" in (stack.resources("first")["detail"] or ""), "the first job waits", 30)
             seconds, idle = [], []
             for number in range(repeats):
-                idle.append(stack.time_get_jobs())
-                seconds.append(stack.submit(f"queued-{number}"))
-                stack.check_queued(f"queued-{number}")
-                stack.cancel(f"queued-{number}")
+                body = body_of(f"queued-{number}")
+                idle.append(timed(partial(stack.get, "/post-training/jobs")))
+                seconds.append(timed(partial(stack.submit, SFT, body)))
+                # A job that had started would have taken the CPU from the next POST.
+                assert stack.resources(body["job_uuid"])["state"] == "scheduled", stack.status(body["job_uuid"])
+                stack.cancel(body["job_uuid"])
             memory["posts"] = stack.memory()
             stack.cancel("first")
-            stack.wait_until_over("first")
+            stack.wait("first", "cancelled")
         return {
             "memory": memory,
             "first_post_s": first,
@@ -113,138 +113,52 @@ def measure_with_provider(folder: Path, rows: list[dict[str, str]], repeats: int
         }
 
 
-class LlamaStack:
-    """A Llama Stack of this repository's run.yaml on a free port, with its data below `folder`."""
+def timed(call: Callable[[], object]) -> float:
+    """Seconds of a call."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+class Stack(LlamaStack):
+    """A Llama Stack with this repository's run.yaml on the CPU: one device, so that one job holds up the others."""
+
+    imports = ()
 
     def __init__(self, folder: Path, *, post_training: bool) -> None:
         folder.mkdir()
-        self.folder, self.locks = folder, folder / "locks"
+        super().__init__(folder)
+        self.locks = folder / "locks"
         self.locks.mkdir()
-        self.model = _model_directory(folder / "model")
-        self.config = folder / "run.yaml"
-        self.config.write_text(_run_config(post_training))
-        self.log = folder / "server.log"
-        self.url = f"http://127.0.0.1:{(port := _free_port())}"
-        self._command = [str(_llama()), "stack", "run", str(self.config), "--port", str(port)]
-        self._environment = {
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "LLAMA_STACK_PORT": str(port),
-            "TRL_OUTPUT_DIR": str(folder / "data"),
-            "TRL_LOCK_DIR": str(self.locks),
-        }
+        if not post_training:
+            config = yaml.safe_load(self._config.read_text())
+            config["apis"].remove("post_training")
+            del config["providers"]["post_training"]
+            self._config.write_text(yaml.safe_dump(config, sort_keys=False))
 
-    def __enter__(self) -> LlamaStack:
-        (self.folder / "data").mkdir()
-        with open(self.log, "wb") as output:
-            self._server = subprocess.Popen(
-                self._command, env=self._environment, stdout=output, stderr=subprocess.STDOUT, cwd=REPOSITORY
-            )
-        try:
-            self._wait_until_up()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._server.terminate()
-        try:
-            self._server.wait(30)
-        except subprocess.TimeoutExpired:
-            self._server.kill()
-            self._server.wait()
+    def resources(self, job_uuid: str) -> dict[str, Any]:
+        return dict(self.status(job_uuid)["resources_allocated"])
 
     def memory(self) -> dict[str, float]:
         """MB resident now and at most so far, of the server's process."""
         time.sleep(1.0)  # whatever the last request left to do
-        lines = Path(f"/proc/{self._server.pid}/status").read_text().splitlines()
+        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         fields = dict(line.split(":", 1) for line in lines)
         return {name: int(fields[name].split()[0]) / 1024 for name in ("VmRSS", "VmHWM")}
 
     def torch_libraries(self) -> list[str]:
         """Names of PyTorch's shared libraries in the server's address space."""
-        lines = Path(f"/proc/{self._server.pid}/maps").read_text().splitlines()
+        lines = Path(f"/proc/{self.pid}/maps").read_text().splitlines()
         return sorted({Path(line.split()[-1]).name for line in lines if "/libtorch" in line})
 
-    def register(self, rows: list[dict[str, str]]) -> None:
-        source = {"type": "rows", "rows": rows}
-        self._call(
-            "POST", "/v1/datasets", {"dataset_id": DATASET, "purpose": "post-training/messages", "source": source}
-        )
 
-    def read_all_rows(self) -> None:
-        self._call("GET", f"/v1/datasetio/iterrows/{DATASET}?limit=-1")
-
-    def submit(self, job_uuid: str) -> float:
-        """Seconds from sending the POST to having its answer."""
-        return self._call(
-            "POST",
-            "/v1/post-training/supervised-fine-tune",
-            {
-                "job_uuid": job_uuid,
-                "model": str(self.model),
-                "training_config": {
-                    "n_epochs": 1,
-                    "data_config": {"dataset_id": DATASET, "batch_size": 4, "shuffle": True},
-                },
-                "hyperparam_search_config": {},
-                "logger_config": {},
-            },
-        )
-
-    def time_get_jobs(self) -> float:
-        """Seconds of the cheapest call, as a measure of what HTTP itself takes here."""
-        return self._call("GET", "/v1/post-training/jobs")
-
-    def cancel(self, job_uuid: str) -> None:
-        self._call("POST", "/v1/post-training/job/cancel", {"job_uuid": job_uuid})
-
-    def check_queued(self, job_uuid: str) -> None:
-        """A job that had started would have taken the CPU from the next POST."""
-        status = self._status(job_uuid)
-        if status["resources_allocated"]["state"] != "scheduled":
-            raise RuntimeError(f"job {job_uuid} was to be queued, but is {status}")
-
-    def wait_until_held(self, job_uuid: str) -> None:
-        """Until the first job's runner stands at the device's lock and nothing of it computes any more."""
-        self._wait(job_uuid, lambda status: "held by" in (status["resources_allocated"]["detail"] or ""))
-
-    def wait_until_over(self, job_uuid: str) -> None:
-        self._wait(job_uuid, lambda status: status["status"] in ("cancelled", "failed", "completed"))
-
-    def _wait(self, job_uuid: str, reached: Any, seconds: float = 30) -> None:
-        deadline = time.monotonic() + seconds
-        while not reached(status := self._status(job_uuid)):
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"job {job_uuid} did not get there in {seconds:.0f} s: {status}")
-            time.sleep(0.1)
-
-    def _status(self, job_uuid: str) -> dict[str, Any]:
-        url = f"{self.url}/v1/post-training/job/status"
-        answer = requests.get(url, params={"job_uuid": job_uuid}, timeout=30)
-        answer.raise_for_status()
-        return dict(answer.json())
-
-    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> float:
-        data = json.dumps(body).encode() if body is not None else None
-        began = time.perf_counter()
-        headers = {"Content-Type": "application/json"}
-        answer = requests.request(method, self.url + path, data=data, headers=headers, timeout=300)
-        seconds = time.perf_counter() - began
-        if not answer.ok:
-            raise RuntimeError(f"{method} {path} was answered {answer.status_code}: {answer.text[:1000]}")
-        return seconds
-
-    def _wait_until_up(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT
-        while time.monotonic() < deadline and self._server.poll() is None:
-            try:
-                if requests.get(self.url + "/v1/health", timeout=5).ok:
-                    return
-            except requests.ConnectionError:
-                time.sleep(0.2)
-        raise RuntimeError(f"Llama Stack did not come up:\n{self.log.read_text(errors='replace')[-3000:]}")
+@contextmanager
+def running(stack: Stack) -> Iterator[Stack]:
+    stack.start()
+    try:
+        yield stack
+    finally:
+        stack.stop()
 
 
 @contextmanager
@@ -259,37 +173,6 @@ def device_held(locks: Path) -> Iterator[None]:
     finally:
         for lock in held:
             lock.release()
-
-
-def _run_config(post_training: bool) -> str:
-    """run.yaml on the CPU (one device, so one job holds up the others), with or without our provider."""
-    config = yaml.safe_load((REPOSITORY / "run.yaml").read_text())
-    if post_training:
-        config["providers"]["post_training"][0]["config"]["device"] = "cpu"
-    else:
-        config["apis"].remove("post_training")
-        del config["providers"]["post_training"]
-    return yaml.safe_dump(config, sort_keys=False)
-
-
-def _model_directory(path: Path) -> Path:
-    """What a POST checks of a base model is that it has a config.json; no process here gets as far as loading it."""
-    path.mkdir()
-    (path / "config.json").write_text('{"model_type": "llama"}\n')
-    return path
-
-
-def _llama() -> Path:
-    program = Path(sys.executable).parent / "llama"
-    if not program.exists():
-        sys.exit(f"post_latency: {program} is missing: run ./scripts/prepare-env.sh, and this with .venv/bin/python.")
-    return program
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # --- Figures ----------------------------------------------------------------------------------------------------------

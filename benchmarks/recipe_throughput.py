@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from machine import REPOSITORY, command, machine, print_header, spread
+from machine import REPOSITORY, begin, finish, parser_of, spread
 from training_inputs import data_file, prepare_inputs
 from training_variants import AGAIN, BARE, CAREFUL, OURS, STOCK, WARMUP_STEPS, Result, measure
 
@@ -47,8 +47,13 @@ def main() -> None:
     import_libraries()
     with tempfile.TemporaryDirectory(prefix="recipe-throughput-") as scratch:
         work = Path(scratch)
-        report: dict[str, Any] = {"command": command(), "machine": surroundings(options), "options": plain(options)}
-        print_header(report)
+        report = begin(
+            *("torch", "transformers", "trl"),
+            options=options,
+            data=[str(data_file(name)) for name in chosen_algorithms(options)],
+            threads=options.threads,
+            malloc=options.allocator,
+        )
         for algorithm in chosen_algorithms(options):
             folder = work / algorithm
             folder.mkdir()
@@ -57,14 +62,11 @@ def main() -> None:
             report[algorithm] = {"runs": runs, "summary": summarize(runs)}
             print_losses(runs)
             print_summary(algorithm, runs, report[algorithm]["summary"])
-        report["machine"]["load_after"] = os.getloadavg()
-        print(f"\nload average before {report['machine']['load_before']}, after {report['machine']['load_after']}")
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    finish(report, options.json)
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--algorithm", choices=("sft", "dpo", "both"), default="both")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of one measurement")
@@ -84,7 +86,6 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train LoRA adapters; no bare loop then")
     parser.add_argument("--seed", type=int, default=0, help="decides the order within rounds and the bootstrap")
-    parser.add_argument("--json", type=Path, metavar="OUT")
     options = parser.parse_args()
     if options.steps <= WARMUP_STEPS:
         parser.error(f"--steps must be more than the {WARMUP_STEPS} warmup steps")
@@ -269,19 +270,6 @@ def print_summary(algorithm: Algorithm, runs: list[Result], summary: dict[str, A
                 f"{variant:13}{title:26}{row['median']:8.3f}{row['min']:8.3f}{row['max']:8.3f}"
                 f"   {row['low90']:.3f} to {row['high90']:.3f}"
             )
-
-
-def surroundings(options: argparse.Namespace) -> dict[str, Any]:
-    return {
-        **machine("torch", "transformers", "trl"),
-        "data": [str(data_file(name)) for name in chosen_algorithms(options)],
-        "threads": options.threads,
-        "malloc": options.allocator,
-    }
-
-
-def plain(options: argparse.Namespace) -> dict[str, Any]:
-    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ model on as many tokens per optimizer step. See benchmarks/README.md.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from machine import REPOSITORY, command, machine, print_header, spread
+from machine import REPOSITORY, begin, finish, parser_of, spread
 
 sys.path.insert(0, str(REPOSITORY))
 
@@ -68,13 +67,8 @@ VARIANTS = {
 
 def main() -> int:
     options = parse_options()
-    report: Result = {
-        "command": command(),
-        "machine": machine("torch", "transformers", "trl"),
-        "options": {name: value for name, value in vars(options).items() if name != "json"},
-        "runs": [],
-    }
-    print_header(report)
+    report = begin("torch", "transformers", "trl", options=options)
+    report["runs"] = []
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryDirectory(prefix="scaling-") as scratch:
         setting = Setting(Path(scratch, "jobs"), Path(scratch, "models"), is_dry_run=True)  # on the CPU, in fp32
@@ -83,15 +77,13 @@ def main() -> int:
         for number in range(options.rounds):
             report["runs"] += measure_round(setting, number, options)
     report["efficiency"] = efficiencies(report["runs"])
-    report["machine"]["load_after"] = os.getloadavg()
     missed = print_report(report, options)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    finish(report, options.json)
     return 1 if missed else 0
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", choices=SHAPES, default="100M")
     parser.add_argument("--step-tokens", type=int, default=TARGET_TOKENS, help="tokens of an optimizer step, all ranks")
@@ -99,7 +91,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--accumulation", type=int, default=1, help="micro steps of an optimizer step")
     parser.add_argument("--steps", type=int, default=4, help=f"optimizer steps; the first {WARM_UP} are not measured")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--json", type=Path, metavar="OUT")
     options = parser.parse_args()
     if options.steps <= WARM_UP or options.step_tokens % (2 * options.tokens * options.accumulation):
         parser.error(f"expected {WARM_UP + 1} steps or more, and micro steps of which each rank gets whole rows")
@@ -221,7 +212,6 @@ def print_report(report: Result, options: argparse.Namespace) -> list[str]:
         print(f"| {name} | {seconds[name]:.2f} | {shown} | {traffic[name] / 1e6:.0f} |")
     if set(options.variants) == set(VARIANTS):
         print_breakdown(seconds)
-    print(f"\nload average before {report['machine']['load_before']}, after {report['machine']['load_after']}")
     is_target = options.step_tokens == TARGET_TOKENS and options.model == "100M"
     found = report["efficiency"]
     missed = [name for name, least in TARGETS.items() if is_target and name in found and found[name]["median"] < least]

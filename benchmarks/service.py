@@ -29,7 +29,7 @@ from typing import Any
 import aiohttp
 import psutil
 import requests
-from machine import REPOSITORY, command, machine, print_header
+from machine import REPOSITORY, begin, finish, parser_of
 
 sys.path.insert(0, str(REPOSITORY))
 
@@ -48,8 +48,8 @@ BYTES_PER_ROW = 1000
 
 def main() -> None:
     options = parse_options()
-    report: dict[str, Any] = {"command": command(), "machine": machine("fastapi", "uvicorn", "torch"), "rss_mib": {}}
-    print_header(report)
+    report = begin("fastapi", "uvicorn", "torch")
+    report["rss_mib"] = {}
     with tempfile.TemporaryDirectory(prefix="service-") as scratch:
         work = Path(scratch)
         blob = Blob(work / "rows.jsonl", options.upload_mb)
@@ -61,19 +61,17 @@ def main() -> None:
                 measure(service, blob, options, report)
     report["targets"] = rows_of(report, options)
     print_table(report["targets"])
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    finish(report, options.json)
     sys.exit(not all(row["met"] for row in report["targets"]))
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--connections", type=int, default=200, help="each polls a job's status once a second")
     parser.add_argument("--seconds", type=int, default=20, help="for which they poll")
     parser.add_argument("--jobs", type=int, default=1000, help="jobs in the queue")
     parser.add_argument("--upload-mb", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=30, help="pages that are timed")
-    parser.add_argument("--json", type=Path, metavar="OUT")
     return parser.parse_args()
 
 

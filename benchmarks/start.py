@@ -9,7 +9,6 @@ benchmarks/README.md.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import statistics
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from machine import REPOSITORY, command, machine, print_header
+from machine import REPOSITORY, begin, finish, parser_of
 
 sys.path.insert(0, str(REPOSITORY))
 
@@ -40,8 +39,7 @@ WAIT = 120.0
 
 def main() -> int:
     options = parse_options()
-    report: dict[str, Any] = {"command": command(), "machine": machine("torch", "transformers", "trl")}
-    print_header(report)
+    report = begin("torch", "transformers", "trl")
     with tempfile.TemporaryDirectory(prefix="start-") as scratch:
         for kind in ("warm", "cold"):
             root = Path(scratch, kind)
@@ -49,15 +47,13 @@ def main() -> int:
             report[kind] = measure(root, kind == "warm", options.repeats)
     report["cold"]["imports"] = [_imports() for _ in range(options.repeats)]
     missed = print_report(report)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    finish(report, options.json)
     return 1 if missed else 0
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="jobs and kills of each kind")
-    parser.add_argument("--json", type=Path, metavar="OUT")
     return parser.parse_args()
 
 

@@ -27,10 +27,11 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from machine import command, machine, print_header, spread
+from machine import begin, finish, parser_of, spread
 from recipe_throughput import SAME_LOSS, enter_environment, import_libraries, in_child
-from training_inputs import data_file, model_of, prepare_inputs, read_rows
-from training_variants import Clock, stock_arguments, time_training, train_bare
+from training_inputs import data_file, model_of, prepare_inputs
+from training_variants import Clock, run_stock, time_training, train_bare
+from training_variants import run_ours as train_ours
 
 if TYPE_CHECKING:
     from llama_stack_provider_trl.specs.job import Algorithm
@@ -51,6 +52,10 @@ class Variant:
     """The reference's log-probabilities are there when training begins."""
     fields: dict[str, Any] = field(default_factory=dict)
     """Of JobSpec, or of TRL's arguments."""
+
+    def rows(self, options: argparse.Namespace) -> int:
+        """Rows of a micro step."""
+        return int(options.batch) if self.accumulation == 1 else 1
 
 
 BASELINE = "TRL"
@@ -79,23 +84,29 @@ def main() -> None:
     import_libraries()
     import torch  # noqa: F401
 
-    report: dict[str, Any] = {"command": command(), "machine": surroundings(options), "options": _plain(options)}
-    print_header(report)
+    report = begin(
+        *("torch", "transformers", "trl"),
+        options=options,
+        data=[str(data_file(name)) for name in _algorithms(options)],
+        threads=options.threads,
+        malloc=options.allocator,
+    )
     with tempfile.TemporaryDirectory(prefix="training-") as scratch:
-        for algorithm in ("sft", "dpo") if options.algorithm == "both" else (options.algorithm,):
+        for algorithm in _algorithms(options):
             folder = Path(scratch) / algorithm
             folder.mkdir()
             report[algorithm] = measure_algorithm(folder, algorithm, options)
-    report["machine"]["load_after"] = os.getloadavg()
-    print(f"\nload average before {report['machine']['load_before']}, after {report['machine']['load_after']}")
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    finish(report, options.json)
     if options.plot:
         plot(report, options.plot)
 
 
+def _algorithms(options: argparse.Namespace) -> tuple[Algorithm, ...]:
+    return ("sft", "dpo") if options.algorithm == "both" else (options.algorithm,)
+
+
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--algorithm", choices=("sft", "dpo", "both"), default="both")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="NAME", help=f"of {', '.join(VARIANTS)}")
     parser.add_argument("--rounds", type=int, default=5)
@@ -109,9 +120,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--full-rows", action="store_true", help="every row is as long as --max-length")
     parser.add_argument("--allocator", choices=("tuned", "default"), default="tuned", help="glibc malloc's settings")
     parser.add_argument("--seed", type=int, default=0, help="decides the rows, the order within rounds, the bootstrap")
-    parser.add_argument("--json", type=Path, metavar="OUT")
     parser.add_argument("--plot", type=Path, metavar="OUT", help="writes OUT.png and OUT.svg; needs matplotlib")
-    parser.set_defaults(device="cpu", logging_steps=1)
+    parser.set_defaults(device="cpu", logging_steps=1, lora=0)
     options = parser.parse_args()
     if options.model and not (options.model / "config.json").is_file():
         parser.error(f"--model {options.model}: expected a directory with config.json")
@@ -244,7 +254,11 @@ def measure(variant: Variant, folder: Path, algorithm: Algorithm, options: argpa
     if variant.kind == "ours":
         run_ours(variant, folder, algorithm, options, out.parent)
     else:
-        run_trl(variant, folder, algorithm, options, out.parent)
+        batches = {
+            "per_device_train_batch_size": (micro := variant.rows(options)),
+            "gradient_accumulation_steps": options.batch // micro,
+        }
+        run_stock(folder, algorithm, options, out.parent, **batches, **variant.fields)
     raise RuntimeError("train() was never called")
 
 
@@ -294,44 +308,12 @@ def held_out_loss(model: Any, folder: Path, algorithm: Algorithm, options: argpa
 
 
 def run_ours(variant: Variant, folder: Path, algorithm: Algorithm, options: argparse.Namespace, run_dir: Path) -> None:
-    """The training process of a job with the defaults of requests, on one device."""
-    from llama_stack_provider_trl.recipes.session import train_attempt
-    from llama_stack_provider_trl.specs.events import EventWriter
-    from llama_stack_provider_trl.specs.job import (
-        AttemptSpec,
-        DatasetRef,
-        DpoSpec,
-        JobSpec,
-        OptimizerSpec,
-        ReferenceSpec,
-        SftSpec,
-    )
-    from llama_stack_provider_trl.system.files import RunDir, put_rows
+    """The training process of a job with the defaults of requests."""
+    from llama_stack_provider_trl.specs.job import ReferenceSpec
 
-    blob = put_rows(run_dir / "datasets", read_rows(folder))
-    reference = ReferenceSpec(precompute=True, cache=folder / "reference") if variant.is_cached else ReferenceSpec()
-    defaults = {"padding_free": True, "attention_mask": "auto", "group_by_length": True}
-    micro = options.batch if variant.accumulation == 1 else 1
-    spec = JobSpec.of(
-        job_uuid="benchmark",
-        model=str(model_of(folder)),
-        output_name="benchmark",
-        checkpoint_dir=run_dir / "checkpoints",
-        dataset=DatasetRef(dataset_id="rows", path=blob.path, sha256=blob.sha256, num_rows=blob.num_rows),
-        n_epochs=1,
-        batch_size=micro,
-        gradient_accumulation_steps=options.batch // micro,
-        shuffle=False,
-        max_seq_length=options.max_length,
-        dtype=options.dtype,
-        optimizer=OptimizerSpec(learning_rate=options.learning_rate),
-        method=DpoSpec(reference=reference) if algorithm == "dpo" else SftSpec(),
-        device="cpu",
-        num_threads=options.threads,
-        **{**defaults, **variant.fields},
-    )
-    attempt = AttemptSpec(job=spec, attempt=1, run_dir=run_dir)
-    train_attempt(attempt, EventWriter(RunDir(run_dir).events))
+    reference = ReferenceSpec(precompute=True, cache=folder / "reference") if variant.is_cached else None
+    batches = {"batch_size": (micro := variant.rows(options)), "gradient_accumulation_steps": options.batch // micro}
+    train_ours(folder, algorithm, options, run_dir, reference, **batches, **variant.fields)
 
 
 def fill_cache(folder: Path, options: argparse.Namespace, out: Path) -> None:
@@ -344,30 +326,6 @@ def fill_cache(folder: Path, options: argparse.Namespace, out: Path) -> None:
 
     Trainer.train = end
     run_ours(VARIANTS["ours, cached reference"], folder, "dpo", options, out.parent)
-
-
-def run_trl(variant: Variant, folder: Path, algorithm: Algorithm, options: argparse.Namespace, run_dir: Path) -> None:
-    """TRL as its documentation calls it, with what would change the work set as on our side."""
-    import torch
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
-
-    micro = options.batch if variant.accumulation == 1 else 1
-    arguments = {
-        **stock_arguments(options, run_dir),
-        "per_device_train_batch_size": micro,
-        "gradient_accumulation_steps": options.batch // micro,
-        **variant.fields,
-    }
-    trainer_class, config_class = {"sft": (SFTTrainer, SFTConfig), "dpo": (DPOTrainer, DPOConfig)}[algorithm]
-    trainer = trainer_class(
-        model=AutoModelForCausalLM.from_pretrained(model_of(folder), dtype=torch.float32),
-        args=config_class(**arguments),
-        train_dataset=Dataset.from_list(read_rows(folder)),
-        processing_class=AutoTokenizer.from_pretrained(model_of(folder)),
-    )
-    trainer.train()
 
 
 # --- Rows and surroundings --------------------------------------------------------------------------------------------
@@ -386,20 +344,6 @@ def _prepared(path: Path, folder: Path, algorithm: Algorithm, options: argparse.
 
 def _peak_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-def surroundings(options: argparse.Namespace) -> dict[str, Any]:
-    names = ("sft", "dpo") if options.algorithm == "both" else (options.algorithm,)
-    return {
-        **machine("torch", "transformers", "trl"),
-        "data": [str(data_file(name)) for name in names],
-        "threads": options.threads,
-        "malloc": options.allocator,
-    }
-
-
-def _plain(options: argparse.Namespace) -> dict[str, Any]:
-    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
 
 
 def plot(report: dict[str, Any], out: Path) -> None:

@@ -1,4 +1,4 @@
-"""The three ways of training that `recipe_throughput.py` compares, and the one clock that times them all."""
+"""The ways of training that `recipe_throughput.py` and `training.py` compare, and the one clock that times them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from training_inputs import model_of, read_rows
 
 if TYPE_CHECKING:
-    from llama_stack_provider_trl.specs.job import Algorithm
+    from llama_stack_provider_trl.specs.job import Algorithm, ReferenceSpec
 
 STOCK, OURS, BARE, AGAIN, CAREFUL = "stock TRL", "our recipe", "bare loop", "stock again", "ours, plain"
 """`CAREFUL` is our recipe without two of its defaults: it passes the mask of right-padded batches, and LoRA layers cast
@@ -75,7 +75,14 @@ def measure(variant: str, folder: Path, algorithm: Algorithm, options: argparse.
         return report_run(out, clock, bare_batches(folder, algorithm, options), logged)
     time_training(lambda trainer, clock, losses: report_run(out, clock, trainer.get_train_dataloader(), losses))
     if variant in (OURS, CAREFUL):
-        run_ours(folder, algorithm, options, out.parent, careful=variant == CAREFUL)
+        from llama_stack_provider_trl.recipes import session
+
+        careful = variant == CAREFUL
+        if careful:
+            session._without_casts = lambda run: contextlib.nullcontext()
+        # Batches as those of TRL and of the bare loop.
+        fields = {"padding_free": False, "group_by_length": False, "dataloader_num_workers": 0}
+        run_ours(*(folder, algorithm, options, out.parent), **fields, attention_mask="always" if careful else "auto")
     else:
         run_stock(folder, algorithm, options, out.parent)
     raise RuntimeError("train() was never called")
@@ -118,9 +125,21 @@ def report_run(out: Path, clock: Clock, batches: Iterable[dict[str, Any]], losse
     out.write_text(json.dumps(result | {"losses": losses, "batches": digest.hexdigest()}))
 
 
-def run_ours(folder: Path, algorithm: Algorithm, options: argparse.Namespace, run_dir: Path, *, careful: bool) -> None:
-    """The training process of a job, from spec to events.jsonl: `train_attempt` itself, on one device."""
-    from llama_stack_provider_trl.recipes import session
+def run_ours(
+    folder: Path,
+    algorithm: Algorithm,
+    options: argparse.Namespace,
+    run_dir: Path,
+    reference: ReferenceSpec | None = None,
+    **fields: Any,
+) -> None:
+    """The training process of a job, from spec to events.jsonl: `train_attempt` itself, on one device.
+
+    Args:
+        reference: of DPO; None: the model as it is.
+        fields: of JobSpec.
+    """
+    from llama_stack_provider_trl.recipes.session import train_attempt
     from llama_stack_provider_trl.specs.events import EventWriter
     from llama_stack_provider_trl.specs.job import (
         AttemptSpec,
@@ -129,38 +148,30 @@ def run_ours(folder: Path, algorithm: Algorithm, options: argparse.Namespace, ru
         JobSpec,
         LoraSpec,
         OptimizerSpec,
+        ReferenceSpec,
         SftSpec,
     )
     from llama_stack_provider_trl.system.files import RunDir, put_rows
 
-    if careful:
-        session._without_casts = lambda run: contextlib.nullcontext()
     blob = put_rows(run_dir / "datasets", read_rows(folder))
     spec = JobSpec.of(
-        job_uuid="benchmark",
-        model=str(model_of(folder)),
-        output_name="benchmark",
+        **{"job_uuid": "benchmark", "output_name": "benchmark", "model": str(model_of(folder))},
         checkpoint_dir=run_dir / "checkpoints",
         dataset=DatasetRef(dataset_id="rows", path=blob.path, sha256=blob.sha256, num_rows=blob.num_rows),
         n_epochs=1,
-        batch_size=options.batch,
         shuffle=False,
         max_seq_length=options.max_length,
         dtype=options.dtype,
         optimizer=OptimizerSpec(learning_rate=options.learning_rate),
-        method=DpoSpec() if algorithm == "dpo" else SftSpec(),
+        method=DpoSpec(reference=reference or ReferenceSpec()) if algorithm == "dpo" else SftSpec(),
         lora=LoraSpec(**lora_fields(options)) if options.lora else None,
-        # Batches as those of TRL and of the bare loop.
-        padding_free=False,
-        group_by_length=False,
-        dataloader_num_workers=0,
-        attention_mask="always" if careful else "auto",
         logging_steps=options.logging_steps,
         device=options.device,
         num_threads=options.threads,
+        **{"batch_size": options.batch, **fields},
     )
     attempt = AttemptSpec(job=spec, attempt=1, run_dir=run_dir)
-    session.train_attempt(attempt, EventWriter(RunDir(run_dir).events))
+    train_attempt(attempt, EventWriter(RunDir(run_dir).events))
 
 
 def lora_fields(options: argparse.Namespace) -> dict[str, Any]:
@@ -168,8 +179,12 @@ def lora_fields(options: argparse.Namespace) -> dict[str, Any]:
     return {"rank": options.lora, "alpha": 2 * options.lora, "target_modules": ("q_proj", "v_proj")}
 
 
-def run_stock(folder: Path, algorithm: Algorithm, options: argparse.Namespace, run_dir: Path) -> None:
-    """TRL as its documentation calls it, with what would change the work set as on our side."""
+def run_stock(folder: Path, algorithm: Algorithm, options: argparse.Namespace, run_dir: Path, **arguments: Any) -> None:
+    """TRL as its documentation calls it, with what would change the work set as on our side.
+
+    Args:
+        arguments: of TRL, in place of those of `stock_arguments`.
+    """
     import torch
     from datasets import Dataset
     from peft import LoraConfig
@@ -177,7 +192,6 @@ def run_stock(folder: Path, algorithm: Algorithm, options: argparse.Namespace, r
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
     model = AutoModelForCausalLM.from_pretrained(model_of(folder), dtype=torch.float32)
-    common = stock_arguments(options, run_dir)
     lora = lora_fields(options)
     adapter = LoraConfig(
         r=lora["rank"], lora_alpha=lora["alpha"], target_modules=list(lora["target_modules"]), task_type="CAUSAL_LM"
@@ -185,7 +199,7 @@ def run_stock(folder: Path, algorithm: Algorithm, options: argparse.Namespace, r
     trainer_class, config_class = {"sft": (SFTTrainer, SFTConfig), "dpo": (DPOTrainer, DPOConfig)}[algorithm]
     trainer = trainer_class(
         model=model,
-        args=config_class(**common),
+        args=config_class(**{**stock_arguments(options, run_dir), **arguments}),
         train_dataset=Dataset.from_list(read_rows(folder)),
         processing_class=AutoTokenizer.from_pretrained(model_of(folder)),
         peft_config=adapter if options.lora else None,

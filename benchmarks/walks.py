@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/walks.py
 
 Llama blocks of small weights with LoRA on all linear layers, whose modules are as many as those of a large model. The
-least of 30 repetitions, in milliseconds of the thread's own time. See benchmarks/README.md.
+least of 30 repetitions, in milliseconds of the thread's own time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from machine import REPOSITORY, machine, print_header
+from machine import REPOSITORY, begin
 
 REPETITIONS = 30
 
@@ -26,7 +26,7 @@ def main() -> None:
 
     from llama_stack_provider_trl.recipes.trainer.kept_walks import keep_walks
 
-    print_header({"command": "benchmarks/walks.py", "machine": machine("torch", "transformers", "peft")})
+    begin("torch", "transformers", "peft")
     print("| layers | train() | count of parameters | zero_grad() | list of parameters | together | kept |")
     print("|---|---|---|---|---|---|---|")
     for layers in (16, 32):

@@ -29,7 +29,7 @@ from ..specs.answer_rows import refuse_unchecked_rows
 from ..specs.bases import parts_of
 from ..specs.custom_limits import refuse_custom_rows
 from ..specs.job import DataFormat, DatasetRef, JobSpec, RowNames, RowUse
-from ..specs.methods import MethodSpec
+from ..specs.methods import METHODS, MethodSpec
 from ..specs.rewards import checks_of
 from ..specs.row_verdicts import check_within
 from ..specs.rows import UNREAD
@@ -40,7 +40,7 @@ from ..system.limited import Limited
 from ..system.offload import caller_name, in_work_thread
 from ..system.ownership import refuse_foreign
 from .inputs.bases import find_base
-from .inputs.damaged_models import refuse_damaged
+from .inputs.damaged_models import refuse_damaged, refuse_unknown_modules
 from .inputs.exported_models import refuse_unmapped
 from .inputs.harness import with_task_files
 from .inputs.made_rows import refuse_split, refuse_unknown_rows, shard_of
@@ -368,7 +368,7 @@ def _resolution(
     """What `resolved` does before it reads rows."""
     model = model_of(request) if isinstance(request, Request) else request.reads().model
     if store is not None:
-        named = find_base(model, store)
+        named = find_base(model, store, settings)
     if isinstance(request, Request):
         resolution = resolve(request, options, settings, named)
     else:
@@ -379,6 +379,9 @@ def _resolution(
         resolution = resolve_work(request, work, options, settings, named, makers)
     own = models[0] if work and work.merging else Base(resolution.fields["source"], resolution.fields["adapter"])
     refuse_damaged(model.field, model.value, own, needs_tokenizer=not (work and work.merging))
+    if (lora := resolution.fields.get("lora")) is not None and work is None:
+        field = METHODS[resolution.fields["method"].algorithm].lora_field
+        refuse_unknown_modules(f"{field}.lora_attn_modules", own.source, lora.target_modules)
     if work is not None and work.exporting is not None:
         refuse_unmapped(model.field, model.value, work.exporting.target, own.source, store)
     resolution = replace(resolution, fields=with_models(resolution.fields, settings, store))

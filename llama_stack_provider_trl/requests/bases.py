@@ -28,8 +28,6 @@ RESULT = "ft:"
 """Begins the name under which chats know the result of a job: `ft:NAME` is `job:NAME/final`."""
 _CHECKPOINT = r"final|merged|checkpoint-\d{1,12}"
 _CONFIG = "adapter_config.json"
-_MAX_CONFIG = 1 << 20
-"""Bytes."""
 _TASK = "CAUSAL_LM"
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
@@ -284,11 +282,7 @@ def _adapter_config(name: str, value: str, settings: Settings) -> dict[str, Any]
         return None
     try:
         # A job may have made a link in its checkpoint: to a file that never ends, or to one of the service.
-        with ModelDirectory.at(path).open(_CONFIG) as file:
-            content = file.read(_MAX_CONFIG + 1)
-        if len(content) > _MAX_CONFIG:
-            raise ValueError("it is larger than 1 MiB")
-        found = json.loads(content)
+        found = json.loads(ModelDirectory.at(path).read(_CONFIG))
         if not isinstance(found, dict):
             raise ValueError("expected a JSON object")
     except (OSError, ValueError, RecursionError) as error:

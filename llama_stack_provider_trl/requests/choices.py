@@ -42,7 +42,7 @@ def no_such_setting(error: Mapping[str, Any], model: Any, page: str) -> str:
         error: one of pydantic's for it, with its place from the model on.
     """
     *path, name = error["loc"]
-    close = _nearest(str(name)[:COMPARED], _fields_at(model, path))
+    close = _nearest(str(name)[:COMPARED], fields_at(model, path))
     return f"is not a setting: {f'did you mean `{close}`? ' if close else ''}{page} lists them all"
 
 
@@ -55,7 +55,7 @@ def problem_of(error: Mapping[str, Any], model: Any = None) -> str:
     """
     if error["type"] == "extra_forbidden":
         *path, name = error["loc"]
-        close = _nearest(str(name)[:COMPARED], _fields_at(model, path))
+        close = _nearest(str(name)[:COMPARED], fields_at(model, path))
         return f"there is no such field: did you mean `{close}`?" if close else "there is no such field: leave it out"
     message = str(error["msg"]).removeprefix("Value error, ")
     quoted = re.findall(r"'([^']*)'", message)  # errors of forms have no `ctx`
@@ -68,7 +68,7 @@ def problem_of(error: Mapping[str, Any], model: Any = None) -> str:
     return message
 
 
-def _fields_at(model: Any, path: Sequence[int | str]) -> list[str]:
+def fields_at(model: Any, path: Sequence[int | str]) -> list[str]:
     """The names of the fields at a place in a model, or in what annotates a field."""
     kinds = list(_models_in(model))
     for step in path:

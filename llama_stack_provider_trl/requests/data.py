@@ -8,19 +8,10 @@ from typing import Any
 from ..errors import InvalidRequest
 from ..specs.chat_templates import NAMED, OF_TRL
 from ..specs.evaluations import METRICS
-from ..specs.job import (
-    Algorithm,
-    EarlyStoppingSpec,
-    SampleMessage,
-    SamplesSpec,
-    ShardSpec,
-)
+from ..specs.job import Algorithm, EarlyStoppingSpec, SampleMessage, SamplesSpec, ShardSpec
 from ..specs.methods import METHODS
 from ..system.data_dir import DataDir
-from .bodies import (
-    DataConfig,
-    TrainingConfig,
-)
+from .bodies import DataConfig, TrainingConfig
 from .choices import nearest_choice
 from .names import JOB_UUID_PATTERN
 from .options import ProviderOptions
@@ -55,13 +46,10 @@ def resolve_data(
         "gradient_accumulation_steps": training.gradient_accumulation_steps or 1,
         "max_validation_steps": resolve_max_validation_steps(training, data, warnings),
         "shuffle": data.shuffle,
-        **resolve_trained(data, options, algorithm),
+        "train_on_input": resolve_train_on_input(data, options, algorithm),
         "packed": resolve_packed(data, algorithm),
         "max_seq_length": options.max_seq_length or settings.max_seq_length,
         "max_seq_length_is_default": options.max_seq_length is None,
-        "truncation_side": options.truncation_side,
-        "dropped_turns": options.dropped_turns,
-        "duplicates": options.duplicates,
         "chat_template": resolve_chat_template(options),
         "token_cache": DataDir(settings.data_dir).tokens if options.token_cache else None,
         **resolve_evaluations(options, data, algorithm),
@@ -88,8 +76,8 @@ def resolve_data_format(data: DataConfig, is_sft: bool, warnings: list[str]) -> 
     )
 
 
-def resolve_trained(data: DataConfig, options: ProviderOptions, algorithm: Algorithm) -> dict[str, Any]:
-    """What the loss of SFT covers."""
+def resolve_train_on_input(data: DataConfig, options: ProviderOptions, algorithm: Algorithm) -> bool:
+    """Whether the loss of SFT covers every token."""
     field, is_sft = "training_config.data_config.train_on_input", METHODS[algorithm].rows == "sft"
     if data.train_on_input and not is_sft:
         raise InvalidRequest(field, True, f"{METHODS[algorithm].title} trains completions only; set false")
@@ -100,8 +88,7 @@ def resolve_trained(data: DataConfig, options: ProviderOptions, algorithm: Algor
             raise InvalidRequest(f"provider_options.{name}", value, hint)
     if data.train_on_input and options.train_on not in ("assistant", "all"):
         raise InvalidRequest(field, True, f"provider_options.train_on is {options.train_on!r}: send one of both")
-    is_all = bool(data.train_on_input) or options.train_on == "all"
-    return {"train_on_input": is_all, "train_on": options.train_on, "reasoning": options.reasoning}
+    return bool(data.train_on_input) or options.train_on == "all"
 
 
 def resolve_chat_template(options: ProviderOptions) -> str | None:
@@ -169,7 +156,6 @@ def resolve_evaluations(options: ProviderOptions, data: DataConfig, algorithm: A
     if early:
         metric = _metric("provider_options.early_stopping.metric", early.metric, algorithm)
     return {
-        "eval_steps": options.eval_steps,
         "early_stopping": early and EarlyStoppingSpec(**{**early.model_dump(), "metric": metric}),
         "best_checkpoint": best and _metric("provider_options.best_checkpoint", best, algorithm),
     }

@@ -28,7 +28,6 @@ def resolve_lifecycle(
         "lifecycle": resolve_tries(options, settings),
         "preflight": options.preflight,
         "metadata": options.metadata,
-        "logging_steps": options.logging_steps,
         "save_steps": options.save_steps or settings.save_steps,
         "keep_last": options.keep_last or settings.keep_last,
         "evaluation": None if options.evaluate is None else evaluation_name(request.job_uuid),

@@ -73,7 +73,7 @@ def resolve_method(
         fields["lora"] = _continued(base.lora, fields, options)
     if fields["lora"] is None:
         _refuse_adapter_options(options)
-    return {**fields, "merge_adapter": options.merge_adapter}
+    return fields
 
 
 def jobs_named_by(fields: dict[str, Any]) -> list[str]:

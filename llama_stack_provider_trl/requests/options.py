@@ -43,7 +43,7 @@ from ..specs.model_source import AdapterUse
 from ..specs.names import CheckedElsewhere, CheckedNames, FreeText, problem_of_name
 from ..specs.rows import COLUMNS, ROLES
 from .bodies import LoraFinetuningConfig
-from .choices import nearest, problem_of
+from .choices import fields_at, nearest, problem_of
 
 PRIORITIES = {"low": -1, "normal": 0, "high": 1, "critical": 2}
 Priority = Literal["low", "normal", "high", "critical"]
@@ -295,17 +295,6 @@ def _problem_of_text(text: str) -> str:
     return ""
 
 
-_BLOCKS: dict[str, type[Documented]] = {
-    "averaging": Averaging,
-    "early_stopping": EarlyStopping,
-    "fsdp_config": FsdpOptions,
-    "mixture": MixtureEntry,
-    "resources": Resources,
-    "samples": Samples,
-    "shard": Shard,
-}
-
-
 class ProviderOptions(Documented, CheckedNames):
     """One job's options; unknown names are refused."""
 
@@ -477,9 +466,8 @@ class ProviderOptions(Documented, CheckedNames):
             field = ".".join(["provider_options", *map(str, first["loc"])])
             problem = problem_of(first)
             if first["type"] == "extra_forbidden":
-                block = _BLOCKS.get(str(first["loc"][0])) if len(first["loc"]) > 1 else None
-                names = list((block or cls).model_fields)
-                known = f"the options are: {', '.join(names)}"
-                problem = f"there is no such option{nearest(first['loc'][-1], names)}; {known}"
+                *path, name = first["loc"]
+                names = fields_at(cls, path)
+                problem = f"there is no such option{nearest(name, names)}; the options are: {', '.join(names)}"
             # Without its cause, which Llama Stack would log: it takes 10 s to highlight a name of 30,000 characters.
             raise InvalidRequest(field, first["input"], problem) from None

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from ..errors import InvalidRequest
 from ..specs.custom import custom_names
-from ..specs.methods import CpoSpec, KtoLoss, KtoSpec, MethodSpec, OrpoSpec, RewardSpec
+from ..specs.methods import METHODS, CpoSpec, KtoLoss, KtoSpec, MethodSpec, OrpoSpec, RewardSpec
 from .bodies import (
     CPOConfig,
     DistillationConfig,
@@ -35,7 +35,6 @@ CPO_LOSSES = ("sigmoid", "hinge", "ipo")
 class Requested:
     """How a method is requested."""
 
-    title: str
     fields: type[BaseModel]
     """Its fields in `algorithm_config`; another method's are refused by name."""
     resolve: Callable[[Any, ProviderOptions, str], MethodSpec]
@@ -63,7 +62,8 @@ def resolve_preference(
         raise InvalidRequest(f"{where}.type", name, hint + unknown_method(name, [*REQUESTED]))
     config = parse_fields(REQUESTED[name].fields, given, where)
     for path, field, value, known in unknown_fields(config, f"{where}."):
-        hint = f"{REQUESTED[name].title} has no such field; its fields are: {', '.join(known)}"
+        title = METHODS[name].title  # type: ignore[index]  # it has every name of REQUESTED
+        hint = f"{title} has no such field; its fields are: {', '.join(known)}"
         raise InvalidRequest(path + field, value, hint)
     return {"method": REQUESTED[name].resolve(config, options, where)}
 
@@ -120,10 +120,10 @@ def _simpo(config: SimPOConfig, options: ProviderOptions, where: str) -> CpoSpec
 
 def _reward(config: RewardConfig, options: ProviderOptions, where: str) -> RewardSpec:
     _refuse_smoothing(options, "a reward model")
-    for name in ("samples", "adapter", "merge_adapter", "peft_method"):
+    for name, why in _NOT_OF_REWARDS.items():
         value = options.model_dump()[name]
         if value != ProviderOptions.model_fields[name].default:
-            raise InvalidRequest(f"provider_options.{name}", value, f"{_NOT_OF_REWARDS[name]}; leave it out")
+            raise InvalidRequest(f"provider_options.{name}", value, f"{why}; leave it out")
     if options.lora and (options.lora.quantize_base or options.lora.use_dora):
         name = "quantize_base" if options.lora.quantize_base else "use_dora"
         raise InvalidRequest(f"provider_options.lora.{name}", True, "a reward model trains with plain LoRA only")
@@ -163,11 +163,11 @@ def _refuse_smoothing(options: ProviderOptions, what: str) -> None:
 
 
 REQUESTED: dict[str, Requested] = {
-    "orpo": Requested("ORPO", ORPOConfig, _orpo),
-    "cpo": Requested("CPO", CPOConfig, _cpo),
-    "simpo": Requested("SimPO", SimPOConfig, _simpo),
-    "reward": Requested("a reward model", RewardConfig, _reward),
-    "kto": Requested("KTO", KTOConfig, _kto),
-    "grpo": Requested("GRPO", GRPOConfig, resolve_grpo),
-    "distillation": Requested("distillation", DistillationConfig, resolve_distillation),
+    "orpo": Requested(ORPOConfig, _orpo),
+    "cpo": Requested(CPOConfig, _cpo),
+    "simpo": Requested(SimPOConfig, _simpo),
+    "reward": Requested(RewardConfig, _reward),
+    "kto": Requested(KTOConfig, _kto),
+    "grpo": Requested(GRPOConfig, resolve_grpo),
+    "distillation": Requested(DistillationConfig, resolve_distillation),
 }

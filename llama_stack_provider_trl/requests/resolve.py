@@ -1,8 +1,9 @@
 """Resolves request, options and configuration into a JobSpec. Fields that would be ignored are refused by name.
 
 `resolve` checks everything that needs no data, so a bad field is refused before a single row is read;
-`Resolution.spec` then adds the datasets. Each module of this package resolves fields of one kind and names them: a new
-field changes nothing here.
+`Resolution.spec` then adds the datasets. Each module of this package resolves fields of one kind and names them; an
+option that needs neither a decision nor a refusal is carried into the field of its name. A new field changes nothing
+here.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..specs.job import DatasetRef, JobSpec, RowNames, ShardSpec
+from ..specs.job import ComputeSpec, DatasetRef, DataSpec, JobSpec, RowNames, ShardSpec, TrainSpec
 from .answering import check_answers
 from .averaging import resolve_averaging
 from .bases import NamedJob, model_of, resolve_trained
@@ -27,6 +28,14 @@ from .preference import check_step
 from .settings import Request, Settings
 from .trackers import TrackerChoice, resolve_trackers
 from .training import resolve_training
+
+_CARRIED = [
+    name
+    for part in (DataSpec, ComputeSpec, TrainSpec)
+    for name in part.model_fields
+    if name in ProviderOptions.model_fields
+]
+"""Options that a job has under the same name, as they are where no module of this package resolves them."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,7 @@ def resolve(
     method = resolve_method(request, options, settings, warnings, base)
     algorithm, has_adapters = method["method"].algorithm, method["lora"] is not None
     fields = {
+        **{name: getattr(options, name) for name in _CARRIED},
         **base.fields,
         **method,
         **resolve_paths(request, options, settings),

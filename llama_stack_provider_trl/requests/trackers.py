@@ -61,12 +61,9 @@ class MlflowSettings(_TrackerBlock):
     @field_validator("uri")
     @classmethod
     def _supported(cls, value: str | None) -> str | None:
-        if value is None:
-            return None
-        _check_no_credentials(value, "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN,")
-        if not re.match(r"https?://[^/]+|sqlite:////[^/]", value):
-            raise ValueError("expected http(s)://HOST of a tracking server, or sqlite:////PATH with an absolute path")
-        return value.rstrip("/")
+        expected = "http(s)://HOST of a tracking server, or sqlite:////PATH with an absolute path"
+        accounts = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN,"
+        return _address(value, r"https?://[^/]+|sqlite:////[^/]", expected, accounts)
 
 
 class WandbSettings(_TrackerBlock):
@@ -85,12 +82,7 @@ class WandbSettings(_TrackerBlock):
     @field_validator("uri")
     @classmethod
     def _supported(cls, value: str | None) -> str | None:
-        if value is None:
-            return None
-        _check_no_credentials(value, "WANDB_API_KEY")
-        if not re.match(r"https?://[^/]+", value):
-            raise ValueError("expected http(s)://HOST of a server of Weights & Biases")
-        return value.rstrip("/")
+        return _address(value, r"https?://[^/]+", "http(s)://HOST of a server of Weights & Biases", "WANDB_API_KEY")
 
     @model_validator(mode="after")
     def _used(self) -> WandbSettings:
@@ -102,10 +94,16 @@ class WandbSettings(_TrackerBlock):
         return self
 
 
-def _check_no_credentials(uri: str, variables: str) -> None:
+def _address(uri: str | None, form: str, expected: str, variables: str) -> str | None:
+    """A URI without a slash at its end. Raises ValueError: it has credentials, or another form."""
+    if uri is None:
+        return None
     parts = urlsplit(uri)
     if parts.username or parts.password or parts.query:
         raise ValueError(f"credentials do not belong into the URI: set {variables} in the environment")
+    if not re.match(form, uri):
+        raise ValueError(f"expected {expected}")
+    return uri.rstrip("/")
 
 
 class TrackioSettings(_TrackerBlock):

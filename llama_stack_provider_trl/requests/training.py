@@ -1,4 +1,4 @@
-"""The numerics of a job: dtype, activation checkpointing, optimizer, seed."""
+"""The numerics of a job: dtype, kernels, activation checkpointing, optimizer."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from typing import Any, get_args
 from ..errors import InvalidRequest
 from ..specs.job import Algorithm, OptimizerName, OptimizerSpec, default_dtype
 from ..specs.methods import METHODS
-from .bodies import (
-    OptimizerConfig,
-    TrainingConfig,
-)
+from .bodies import OptimizerConfig, TrainingConfig
 from .checks import NO_SAVERS
 from .choices import nearest_choice
 from .options import ProviderOptions
@@ -32,25 +29,12 @@ def resolve_training(
     device, hint = device_of(options, settings, may_leave=settings.max_nodes > 1)
     activations = resolve_activations(training, settings, device, hint)
     _refuse_kept_attention(options, is_recomputed=activations["gradient_checkpointing"])
+    _refuse_liger(options, device, hint)
+    _refuse_flash(training, options, device, hint)
     return {
         "dtype": resolve_dtype("training_config.dtype", training.dtype, device, hint),
         **activations,
-        "attention_mask": options.attention_mask,
-        "attn_implementation": resolve_attention(training, options, device, hint),
-        "group_by_length": options.group_by_length,
-        "padding_free": options.padding_free,
-        "gradient_sync": options.gradient_sync,
-        "merge_micro_batches": options.merge_micro_batches,
-        "read_metrics_later": options.read_metrics_later,
-        "fuse_lora": options.fuse_lora,
-        "tile_mlp": options.tile_mlp,
-        "keep_attention": options.keep_attention,
-        "compile_blocks": options.compile_blocks,
-        "liger_kernels": resolve_liger(options, device, hint),
-        "head_gradients": options.head_gradients,
-        "dataloader_num_workers": options.dataloader_num_workers,
         "optimizer": resolve_optimizer(training, options, METHODS[algorithm].learning_rates[has_adapters], device),
-        "seed": options.seed,
     }
 
 
@@ -108,7 +92,7 @@ def _refuse_kept_attention(options: ProviderOptions, *, is_recomputed: bool) -> 
         raise InvalidRequest(field, value, "compile_blocks 'always' computes attention again; send one of them")
 
 
-def resolve_liger(options: ProviderOptions, device: str, other_device: str = "") -> str:
+def _refuse_liger(options: ProviderOptions, device: str, other_device: str) -> None:
     value, field = options.liger_kernels, "provider_options.liger_kernels"
     if value == "always" and not device.startswith("cuda"):
         raise InvalidRequest(
@@ -117,12 +101,9 @@ def resolve_liger(options: ProviderOptions, device: str, other_device: str = "")
     if value == "always" and options.compile_blocks == "always":
         hint = "compile_blocks 'always' makes kernels of the same operations; send one of them"
         raise InvalidRequest(field, value, hint)
-    return value
 
 
-def resolve_attention(
-    training: TrainingConfig, options: ProviderOptions, device: str, other_device: str = ""
-) -> str | None:
+def _refuse_flash(training: TrainingConfig, options: ProviderOptions, device: str, other_device: str) -> None:
     name = options.attn_implementation
     if name is not None and name.startswith("flash"):
         if not device.startswith("cuda"):
@@ -132,7 +113,6 @@ def resolve_attention(
         if training.dtype in ("fp32", "float32"):
             hint = "flash kernels compute in bf16 or fp16, and training_config.dtype is fp32; send 'sdpa'"
             raise InvalidRequest("provider_options.attn_implementation", name, hint)
-    return name
 
 
 def resolve_optimizer(

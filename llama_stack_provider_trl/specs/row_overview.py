@@ -9,7 +9,7 @@ import time
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, TypedDict
@@ -114,7 +114,7 @@ def overview_within(limits: Limited, path: Path, first: int, count: int) -> Over
     Args:
         first: of the rows that are shown, from 0.
     """
-    return read_within(limits, _overview, path, first, count, doing="reading its rows", advice=_ADVICE)
+    return read_within(limits, _opened, path, read_overview, first, count, doing="reading its rows", advice=_ADVICE)
 
 
 def searched_within(limits: Limited, path: Path, search: str, known: RowPlaces | None, wanted: int) -> RowPlaces:
@@ -124,7 +124,9 @@ def searched_within(limits: Limited, path: Path, search: str, known: RowPlaces |
         known: where they are in the beginning of the file, which is not read again.
         wanted: rows with the text, behind which no more is read.
     """
-    return read_within(limits, _searched, path, search, known, wanted, doing="reading its rows", advice=_ADVICE)
+    return read_within(
+        limits, _opened, path, read_searched, search, known, wanted, doing="reading its rows", advice=_ADVICE
+    )
 
 
 def rows_within(
@@ -136,7 +138,9 @@ def rows_within(
     if count < 1:
         return []
     needed = marks[_before(marks, first) : _before(marks, first + count - 1) + 1]
-    return read_within(limits, _rows, path, needed, search, first, count, doing="reading its rows", advice=_ADVICE)
+    return read_within(
+        limits, _opened, path, read_rows_at, needed, search, first, count, doing="reading its rows", advice=_ADVICE
+    )
 
 
 def _before(marks: Sequence[RowMark], row: int) -> int:
@@ -144,9 +148,9 @@ def _before(marks: Sequence[RowMark], row: int) -> int:
     return bisect_right(marks, row, key=itemgetter("matching")) - 1
 
 
-def _rows(path: Path, marks: Sequence[RowMark], search: str, first: int, count: int) -> Iterator[list[OverviewRow]]:
+def _opened[Found](path: Path, read: Callable[..., Found], *arguments: Any) -> Iterator[Found]:
     with open(path, "rb") as file:
-        yield read_rows_at(file, marks, search, first, count)
+        yield read(file, *arguments)
 
 
 def read_rows_at(file: BinaryIO, marks: Sequence[RowMark], search: str, first: int, count: int) -> list[OverviewRow]:
@@ -204,11 +208,6 @@ class _Marks:
         self.marks.append(mark)
 
 
-def _searched(path: Path, search: str, known: RowPlaces | None, wanted: int) -> Iterator[RowPlaces]:
-    with open(path, "rb") as file:
-        yield read_searched(file, search, known, wanted)
-
-
 def read_searched(file: BinaryIO, search: str, known: RowPlaces | None = None, wanted: int = 20) -> RowPlaces:
     """Where rows have a text. See `searched_within`."""
     number, offset = (0, 0) if known is None else (known["num_rows"], known["num_bytes"])
@@ -227,11 +226,6 @@ def read_searched(file: BinaryIO, search: str, known: RowPlaces | None = None, w
         marks=marks.marks,
         apart=marks.apart,
     )
-
-
-def _overview(path: Path, first: int, count: int) -> Iterator[Overview]:
-    with open(path, "rb") as file:
-        yield read_overview(file, first, count)
 
 
 def read_overview(file: BinaryIO, first: int = 0, count: int = 20) -> Overview:

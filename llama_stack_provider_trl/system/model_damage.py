@@ -142,6 +142,20 @@ def files_in_index(content: bytes) -> list[str]:
         raise ValueError(_shown(error)) from error
 
 
+def tensors_in(name: str, file: BufferedReader) -> list[str]:
+    """Names of the tensors in a safetensors file, or in an index. Raises ValueError: it is none, or its JSON has more
+    than `SMALL` bytes."""
+    size = SMALL + 1 if name.endswith(INDEX_ENDING) else int.from_bytes(file.read(8), "little")
+    content = file.read(min(size, SMALL + 1))
+    if len(content) > SMALL:
+        raise ValueError(f"more than {SMALL} bytes of names")
+    try:
+        found = json.loads(content)
+        return list(found["weight_map"] if name.endswith(INDEX_ENDING) else found)
+    except (KeyError, TypeError, RecursionError) as error:
+        raise ValueError(_shown(error)) from error
+
+
 def missing_from_index(index: str, names: list[str]) -> str:
     """What is wrong with a file that is not there, as `damage_of` has it."""
     return (

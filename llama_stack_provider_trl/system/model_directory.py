@@ -49,6 +49,14 @@ class ModelDirectory(NamedTuple):
         """Open one of its files. Raises OSError, also where a symbolic link leads out of `root`."""
         return open_in(self.root, Path(self.inside, name))
 
+    def read(self, name: str, most: int = 1 << 20) -> bytes:
+        """The content of one of its files. Raises OSError, also where it has more than `most` bytes."""
+        with self.open(name) as file:
+            content = file.read(most + 1)
+        if len(content) > most:
+            raise OSError(f"it is larger than {most >> 20} MiB")
+        return content
+
 
 def find_model(environ: Mapping[str, str], model: str, revision: str | None = None) -> ModelDirectory | None:
     """The directory of a model on this machine: an absolute path's own, or an id's in the hub's cache; None: it is not

@@ -54,6 +54,28 @@ def refused(body: Any, store: Store, settings: Settings, **options: Any) -> str:
     return f"{error.value.field}: {error.value.hint}"
 
 
+def test_a_name_without_a_slash_that_is_nothing_here_is_refused_where_the_hub_is_not_used(
+    store: Store, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    named = model_of(request("gpt2"))
+    with pytest.raises(InvalidRequest) as error:
+        find_base(named, store, settings)
+    assert (error.value.field, error.value.hint) == (
+        "model",
+        "there is no such directory, and no such model in the cache here, no such job, and the hub is not used "
+        "(HF_HUB_OFFLINE): name a directory, job:NAME, or a model id such as org/name",
+    )
+    assert find_base(named, store, settings.model_copy(update={"max_nodes": 2})) is None
+    assert find_base(model_of(request("org/name")), store, settings) is None
+    commit = "0" * 40
+    (tmp_path / "hub" / "models--gpt2" / "snapshots" / commit).mkdir(parents=True)
+    (tmp_path / "hub" / "models--gpt2" / "refs").mkdir()
+    (tmp_path / "hub" / "models--gpt2" / "refs" / "main").write_text(commit)
+    assert find_base(named, store, settings) is None
+
+
 def test_a_job_that_trains_every_weight_gives_its_final_and_comes_before(
     store: Store, settings: Settings, tmp_path: Path
 ) -> None:

@@ -177,11 +177,12 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-def refusal(model: Path, adapter: str | None = None) -> str:
+def refusal(model: Path, adapter: str | None = None, lora: dict[str, Any] | None = None) -> str:
     """The hint of the refusal of a request for a model; empty: it is accepted."""
     settings = Settings(data_dir=model.parent / "data", devices=("cpu",))
     data = {"dataset_id": "rows", "batch_size": 2}
     body = {"job_uuid": "job", "model": str(model), "training_config": {"n_epochs": 1, "data_config": data}}
+    body |= {} if lora is None else {"algorithm_config": lora}
     request = SupervisedFineTuneRequest.model_validate(body)
     options = ProviderOptions.model_validate({"adapter": adapter} if adapter else {})
     try:
@@ -223,6 +224,34 @@ def test_a_model_without_a_file_of_a_tokenizer_is_refused(model: Path) -> None:
     assert refusal(model) == ""
     (model / "sentencepiece.bpe.model").unlink()
     assert refusal(model).startswith("it has no file of a tokenizer, such as tokenizer.json: download it")
+
+
+SELF_ATTENTION = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkvo"]
+
+
+@pytest.mark.parametrize(
+    ("names", "module", "hint"),
+    [
+        (SELF_ATTENTION, "q_prj", "have no module of this name, but k_proj, o_proj, q_proj, v_proj; the nearest is 'q"),
+        (SELF_ATTENTION, "self_attn.q", "have no module of this name, but k_proj, o_proj, q_proj, v_proj"),
+        (SELF_ATTENTION, "layers.0.self_attn.q_proj", ""),
+        (SELF_ATTENTION, "output_proj", ""),
+        (["model.layers.0.attn.wq_du.weight"], "q_proj", ""),  # transformers renames such modules
+    ],
+)
+@pytest.mark.parametrize("is_index", [False, True])
+def test_a_module_for_adapters_that_the_names_in_the_files_lack_is_refused_with_the_nearest(
+    model: Path, names: list[str], module: str, hint: str, is_index: bool
+) -> None:
+    if is_index:
+        shard = (model / "model.safetensors").rename(model / "shard.safetensors").name
+        (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, shard)}))
+    else:
+        header = json.dumps({name: {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]} for name in names}).encode()
+        (model / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"0")
+    lora = {"type": "LoRA", "lora_attn_modules": [module], "rank": 4, "alpha": 8}
+    found = refusal(model, lora={**lora, "apply_lora_to_mlp": False, "apply_lora_to_output": False})
+    assert (hint in found) if hint else not found, found
 
 
 @pytest.mark.parametrize("name", ["special_tokens_map.json", "added_tokens.json"])

@@ -24,7 +24,7 @@ from ...specs.bases import parts_of
 from ...specs.job import JobSpec
 from ...specs.model_source import ModelSource
 from ...system.files import is_whole
-from ...system.hub_cache import find_snapshot
+from ...system.hub_cache import find_snapshot, hub_shown, hub_status, is_offline
 from ..decisions.states import JobState
 from ..store.store import Store
 
@@ -45,12 +45,16 @@ NEWEST = "newest"
 _WRITTEN = re.compile(r"final|checkpoint-\d+")
 
 
-def find_base(model: NamedModel, store: Store) -> NamedJob | None:
+def find_base(model: NamedModel, store: Store, settings: Settings | None = None) -> NamedJob | None:
     """The job that a model names as `job:NAME`; None: it names none, or there is no such job. Raises InvalidRequest:
-    that is no name of a job, or of a search that has not completed; or the bare name of a job, and of no model here."""
+    that is no name of a job, or of a search that has not completed; or a name without a slash of no model.
+
+    Args:
+        settings: None: the hub is not requested to find out whether it has a model.
+    """
     job_uuid = base_job_of(model)
     if job_uuid is None:
-        _refuse_bare_job(model, store)
+        _refuse_unknown_name(model, store, settings)
         return None
     try:
         return named_job(model.field, model.value, job_uuid, store)
@@ -58,20 +62,34 @@ def find_base(model: NamedModel, store: Store) -> NamedJob | None:
         return None
 
 
-def _refuse_bare_job(model: NamedModel, store: Store) -> None:
-    """Raises InvalidRequest: the name of a job without `job:` before it would be looked for at the hub."""
+def _refuse_unknown_name(model: NamedModel, store: Store, settings: Settings | None) -> None:
+    """Raises InvalidRequest: a name without a slash is that of a job, or of nothing that can be found. Few models of
+    the hub have one, such as gpt2."""
     name, value, own = model
     if not value or value == own or not re.fullmatch(JOB_UUID_PATTERN, value):
         return
-    is_model = Path(value).is_dir() or find_snapshot(os.environ, value, None) is not None
-    if not is_model and store.state_of(value) is not None:
-        hint = f"there is no such directory, and no such model in the cache here; was {PREFIX}{value} meant?"
-        raise InvalidRequest(name, value, hint)
+    if Path(value).is_dir() or find_snapshot(os.environ, value, None) is not None:
+        return
+    here = "there is no such directory, and no such model in the cache here"
+    if store.state_of(value) is not None:
+        raise InvalidRequest(name, value, f"{here}; was {PREFIX}{value} meant?")
+    if settings is None:
+        return
+    offline, hub = is_offline(os.environ), f"the hub {hub_shown(os.environ)}"
+    status = 0 if offline else hub_status(os.environ, value)
+    if status in (401, 404):  # the hub's answers without a token, and with one
+        why = f"{hub} has none ({status})"
+    elif status or settings.max_nodes > 1:  # it may be in the cache of a node
+        return
+    else:
+        why = "the hub is not used (HF_HUB_OFFLINE)" if offline else f"{hub} does not answer"
+    hint = f"{here}, no such job, and {why}: name a directory, {PREFIX}NAME, or a model id such as org/name"
+    raise InvalidRequest(name, value, hint)
 
 
 def find_read(model: NamedModel, settings: Settings, store: Store) -> Base:
     """What a model is that a job reads and does not train. Raises InvalidRequest: it cannot be used."""
-    return resolve_read(model, settings, find_base(model, store))
+    return resolve_read(model, settings, find_base(model, store, settings))
 
 
 def find_served(name: str, value: str, settings: Settings, store: Store) -> Base:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 from ...errors import InvalidRequest
 from ...requests.bases import Base
+from ...requests.choices import nearest
+from ...specs.model_source import ModelSource
 from ...system.files import open_in
 from ...system.model_damage import (
     ADAPTER_FILES,
@@ -31,8 +33,13 @@ from ...system.model_damage import (
     files_in_index,
     has_tokenizer,
     missing_from_index,
+    tensors_in,
     tokenizer_files,
 )
+from ...system.model_directory import ModelDirectory, find_model
+
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+"""Modules of most architectures, whose files have the names of the model's modules; transformers renames others."""
 
 
 def refuse_damaged(field: str, value: str | None, base: Base, *, needs_tokenizer: bool = True) -> None:
@@ -59,6 +66,37 @@ def refuse_damaged(field: str, value: str | None, base: Base, *, needs_tokenizer
             problems.append(f"the adapter's directory has no {' or '.join(read)}: name one that PEFT has saved")
     if problems:
         raise InvalidRequest(field, value, problems[0])
+
+
+def refuse_unknown_modules(field: str, source: ModelSource, modules: Sequence[str]) -> None:
+    """Return if a model has the modules that get adapters, as far as the names in its files show that. Raises
+    InvalidRequest: names the nearest one.
+
+    Args:
+        source: the checkpoint of another job is checked when the job starts.
+    """
+    directory = None if source.made_by else find_model(os.environ, source.model, source.revision)
+    paths = set() if directory is None else _modules(directory)
+    leaves = {path.rpartition(".")[2] for path in paths}
+    if not leaves >= _ATTENTION:
+        return
+    for name in modules:
+        if not any(f".{path}".endswith(f".{name}") for path in paths):
+            near = nearest(name, sorted(leaves), 0.6)
+            hint = f"the files of {source.model} have no module of this name, but {', '.join(sorted(_ATTENTION))}{near}"
+            raise InvalidRequest(field, name, hint)
+
+
+def _modules(directory: ModelDirectory) -> set[str]:
+    """The modules whose weights a model's files name; empty: they are not here, or cannot be read."""
+    for name in WEIGHTS[:2]:
+        try:
+            with directory.open(name) as file:
+                tensors = tensors_in(name, file)
+        except (OSError, ValueError):
+            continue
+        return {tensor.removesuffix(".weight") for tensor in tensors if tensor.endswith(".weight")}
+    return set()
 
 
 def _problems(directory: Path, names: tuple[str, ...]) -> Iterator[str]:

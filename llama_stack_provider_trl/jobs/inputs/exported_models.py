@@ -17,8 +17,6 @@ from ...specs.model_source import ModelSource
 from ...system.model_directory import find_model
 from ..store.store import Store
 
-_MOST = 1 << 20
-"""Bytes of a configuration that is read here. Of a larger one the job finds out."""
 _KNOWN = ", ".join(MAPPED_MODEL_TYPES)
 _MAPPED = f"and GGUF files are made of {_KNOWN}: export it to safetensors, or another model"
 _NEEDS: dict[ExportTarget, str] = {
@@ -74,9 +72,7 @@ def _read(source: ModelSource) -> dict[str, Any]:
     if directory is None:
         return {}
     try:
-        with directory.open(CONFIG) as file:
-            content = file.read(_MOST + 1)
-        found = json.loads(content) if len(content) <= _MOST else None
+        found = json.loads(directory.read(CONFIG))  # of a larger one the job finds out
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -80,11 +80,9 @@ def _disputes(directories: Sequence[ModelDirectory]) -> Iterator[tuple[int, str]
 def _content(directory: ModelDirectory, name: str = _FILE) -> bytes | None:
     """A file of a model's tokenizer; None: it is not here, or too large to be read now."""
     try:
-        with directory.open(name) as file:
-            content = file.read(_MOST + 1)
+        return directory.read(name, _MOST)
     except OSError:
         return None
-    return content if len(content) <= _MOST else None
 
 
 def _disputed(ours: dict[str, int], theirs: dict[str, int]) -> str | None:

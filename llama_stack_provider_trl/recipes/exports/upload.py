@@ -23,6 +23,7 @@ from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.exports import HUB, HUB_TOKEN, Destination
 from ...system.files import MANIFEST
+from ...system.hub_cache import hub_endpoint
 from .card import LINEAGE
 from .unfinished_parts import remove_unfinished
 
@@ -92,7 +93,7 @@ def _to_hub(directory: Path, files: dict[str, _File], destination: Destination, 
 
     # Stores of chunks are a service of one hub. Without it files go to the hub that is named, by the protocol of LFS.
     constants.HF_HUB_DISABLE_XET = True
-    endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    endpoint = hub_endpoint(os.environ)
     token = os.environ.get(HUB_TOKEN) or os.environ.get("HF_TOKEN")
     if not token:
         raise _refused(

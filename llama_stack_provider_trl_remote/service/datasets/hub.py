@@ -18,13 +18,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 from llama_stack_provider_trl.errors import InvalidRows
 from llama_stack_provider_trl.specs import row_files
 from llama_stack_provider_trl.specs.row_files import Row
 from llama_stack_provider_trl.system.files import atomic_write, free_bytes
-from llama_stack_provider_trl.system.hub_cache import find_snapshot, hub_cache, is_offline
+from llama_stack_provider_trl.system.hub_cache import find_snapshot, hub_cache, hub_shown, is_offline
 
 from .uris import HubDataset
 
@@ -104,8 +103,8 @@ def _commit(dataset: HubDataset) -> tuple[str, bool]:
         raise _refusal(dataset, error) from error
     if not found or (dataset.commit is not None and found != dataset.commit):
         raise InvalidRows(
-            f"the hub {endpoint()} answers with the commit {found!r} for the revision {wanted!r} of {dataset.name!r}: "
-            "expected that commit; check HF_ENDPOINT"
+            f"the hub {hub_shown(os.environ)} answers with the commit {found!r} for the revision {wanted!r} of "
+            f"{dataset.name!r}: expected that commit; check HF_ENDPOINT"
         )
     return found, True
 
@@ -261,7 +260,8 @@ def _fetch(
             raise
         raise _refusal(dataset, error) from error
     if left := [name for name in lacking if not (files.snapshot / name).exists()]:
-        raise InvalidRows(f"the hub {endpoint()} did not send {left[0]!r} of {dataset.name!r}: send the request again")
+        where = hub_shown(os.environ)
+        raise InvalidRows(f"the hub {where} did not send {left[0]!r} of {dataset.name!r}: send the request again")
 
 
 def _rows(dataset: HubDataset, builder: Any, snapshot: Path, names: dict[str, list[str]]) -> Iterator[Row]:
@@ -352,12 +352,6 @@ def _download(dataset: HubDataset) -> str:
     return f"hf download {dataset.name} --repo-type dataset{revision}"
 
 
-def endpoint() -> str:
-    """The address of the hub, without a password."""
-    parts = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}".rstrip("/")
-
-
 def _is_silence(error: BaseException) -> bool:
     """Whether the hub has not answered, or reports a fault of its own."""
     status = _status(error)
@@ -383,7 +377,7 @@ def _refusal(dataset: HubDataset, error: Exception) -> InvalidRows:
         )
     from huggingface_hub import errors
 
-    name, where, status = repr(dataset.name), endpoint(), _status(error)
+    name, where, status = repr(dataset.name), hub_shown(os.environ), _status(error)
     account = "the account of HF_TOKEN has" if os.environ.get("HF_TOKEN") else "no HF_TOKEN is set, so the service has"
     if isinstance(error, errors.GatedRepoError):
         return InvalidRows(
