@@ -88,6 +88,13 @@ class FakeHead:
             while not holds():
                 await asyncio.sleep(0)
 
+    async def reported(self, holds: Callable[[TaskReport], Any], task_id: str = "job-1") -> TaskReport:
+        """Wait for such a report of a task."""
+        await self.until(lambda: (report := self.report(task_id)) and holds(report))
+        report = self.report(task_id)
+        assert report is not None
+        return report
+
     def authenticate(self, credential: str | None) -> None:
         self.sent = credential
 

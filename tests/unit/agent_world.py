@@ -15,7 +15,16 @@ from llama_stack_provider_trl.specs.events import CheckpointSaved, Progress
 from llama_stack_provider_trl.system.files import write_manifest
 from llama_stack_provider_trl.system.logs import Unsent
 from llama_stack_provider_trl_remote.nodes.agent import Agent
-from llama_stack_provider_trl_remote.wire import DeviceReport, Load, NodeReport, OwnerUse, Stage, TaskOrder
+from llama_stack_provider_trl_remote.wire import (
+    DeviceReport,
+    Load,
+    NodeReport,
+    OwnerUse,
+    Stage,
+    StageProgress,
+    TaskOrder,
+    TaskReport,
+)
 from tests.fake_head import FakeHead
 from tests.fakes import FakeClock, FakeLauncher
 from tests.orders import order, spec, write
@@ -100,6 +109,17 @@ class World:
         job |= changes.pop("job", {})
         return order(stage, **{"spec": spec(job=job), "ports": (0, 1), **changes})
 
+    async def begin(self, order: TaskOrder | None = None, **changes: Any) -> None:
+        """Order the task, and wait for its training to be started."""
+        self.head.order(order or self.order(**changes))
+        await self.head.until(lambda: self.launcher.started)
+
+    async def failure(self, order: TaskOrder | None = None) -> TaskReport:
+        """What the node reports of a task that fails; it is ordered here, or was before."""
+        if order is not None:
+            self.head.order(order)
+        return await self.head.reported(lambda report: report.progress is StageProgress.failed)
+
     @property
     def home(self) -> Path:
         return self.data_dir / "jobs" / "job"
@@ -132,6 +152,16 @@ class World:
                 one.result()
 
         asyncio.run(both())
+
+    def fail(self, order: TaskOrder) -> TaskReport:
+        """What an agent reports of a task that fails."""
+        reports: list[TaskReport] = []
+
+        async def play(head: FakeHead) -> None:
+            reports.append(await self.failure(order))
+
+        self.run(play)
+        return reports[0]
 
     def emit(self, *events: BaseModel) -> None:
         self.launcher.emit("job-1", *events)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.jobs.store.store import Store
@@ -20,16 +19,9 @@ LORA = LoraSpec(target_modules=("q_proj", "v_proj"), rank=4, alpha=8)
 ROWS = DatasetRef(dataset_id="rows", path=Path("/rows"), sha256="0" * 64, num_rows=8)
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Any:
-    made = Store(tmp_path / "jobs.sqlite3")
-    yield made
-    made.close()
-
-
 def add(store: Store, name: str, root: Path, **changes: object) -> JobSpec:
     spec = job_spec(
-        name, **{"model": "org/base", "output_name": name, "checkpoint_dir": root / "out" / name, **changes}
+        name, **{"model": "org/base", "output_name": name, "checkpoint_dir": root / "checkpoints" / name, **changes}
     )
     store.add_job(spec, "digest")
     return spec
@@ -46,3 +38,13 @@ def request(model: str, algorithm: str = "sft", name: str = "next", **changes: A
     body = {"job_uuid": name, "model": model, "training_config": {"n_epochs": 1, "data_config": data}, **changes}
     kind = SupervisedFineTuneRequest if algorithm == "sft" else PreferenceOptimizeRequest
     return kind.model_validate(body)
+
+
+def model(root: Path, name: str, vocabulary: Any, **more: Any) -> str:
+    """The directory of a model with the vocabulary of a tokenizer, and a file of no weights."""
+    directory = root / name
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    (directory / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, **more}))
+    (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    return str(directory)

@@ -1,4 +1,4 @@
-"""The job store of a test, and the clock that it reads; the first case of each test alone, where that is requested."""
+"""The job store of a test, its clock, and settings; the first case of each test alone, where that is requested."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.requests.settings import Settings
 from tests.fakes import FakeClock
 from tests.required import FIRST, keep
 
@@ -23,6 +24,12 @@ def store(tmp_path: Path, clock: FakeClock) -> Iterator[Store]:
     store = Store(tmp_path / "jobs.db", clock)
     yield store
     store.close()
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    """Those of a provider that trains on the CPU."""
+    return Settings(data_dir=tmp_path / "data", devices=("cpu",))
 
 
 OF_TEXTS = (

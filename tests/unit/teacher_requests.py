@@ -18,13 +18,6 @@ from tests.unit.based_jobs import ROWS, request
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Any:
-    made = Store(tmp_path / "jobs.sqlite3")
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     return Settings(
         data_dir=tmp_path / "data",

@@ -46,16 +46,15 @@ HOUR = 3600.0
 def test_a_task_runs_with_this_nodes_paths_and_all_its_events_reach_the_service(world: World) -> None:
     async def play(head: FakeHead) -> None:
         head.order(world.order(Stage.prepare))
-        await head.until(lambda: (report := head.report()) and report.progress is Going.done)
-        report = head.report()
-        assert report is not None
+        report = await head.reported(lambda report: report.progress is Going.done)
         assert report.port
         assert world.launcher.started == []
-        head.order(world.order(master=Peer(node="b", address="127.0.0.1", port=report.port)))
-        await head.until(lambda: world.launcher.started)
+        master = Peer(node="b", address="127.0.0.1", port=report.port)
+        await world.begin(master=master, time_limit=60.0, hang_timeout=5.0)
         task = world.launcher.tasks["job-1"].spec
         assert (task.run_dir, task.devices, task.master_port) == (world.run_dir, ("cpu",), report.port)
         assert (task.nodes, task.address, task.master_addr) == (1, LOOPBACK, LOOPBACK)
+        assert (task.time_limit, task.hang_timeout) == (60.0, 5.0)
         with socket.create_server(("127.0.0.1", report.port)):
             pass  # the probe has left it to the ranks
         assert json.loads((world.run_dir / "spec.json").read_text())["run_dir"] == str(world.run_dir)
@@ -70,9 +69,7 @@ def test_a_task_runs_with_this_nodes_paths_and_all_its_events_reach_the_service(
         assert "manifest.json" in head.checkpoints["final"]
         assert not any(task.shipped for poll in head.polls for task in poll.tasks)
         world.launcher.exit("job-1", 0)
-        await head.until(lambda: (report := head.report()) and report.shipped)
-        report = head.report()
-        assert report is not None
+        report = await head.reported(lambda report: report.shipped)
         assert report.observation is not None
         assert (report.progress, report.observation["exit_code"]) == (Going.done, 0)
         assert head.logs["rank-0.log"] == b"epoch 1\n"
@@ -91,15 +88,14 @@ def test_an_agent_whose_machine_is_taken_away_ends_once_its_jobs_have_saved(worl
     world.agent = lambda: agents_.append(made()) or agents_[-1]  # type: ignore[func-returns-value, method-assign]
 
     async def play(head: FakeHead) -> None:
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
+        await world.begin()
         agents_[0].leave()
         await head.until(lambda: head.polls[-1].leaving)
         head.release()
         await head.until(lambda: len(head.polls) > 3)
         head.order(world.order(Stage.stop))  # the service has paused the job
         world.launcher.exit("job-1", 0)
-        await head.until(lambda: (report := head.report()) and report.stage is Stage.stop)
+        await head.reported(lambda report: report.stage is Stage.stop)
         head.order()
         await asyncio.Event().wait()
 
@@ -110,11 +106,10 @@ def test_an_agent_whose_machine_is_taken_away_ends_once_its_jobs_have_saved(worl
 
 def test_files_of_a_job_are_removed_once_the_service_reports_that_it_is_over(world: World) -> None:
     async def play(head: FakeHead) -> None:
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
+        await world.begin()
         world.emit(world.save("checkpoint-1"))
         world.launcher.exit("job-1", 1)
-        await head.until(lambda: (report := head.report()) and report.shipped)
+        await head.reported(lambda report: report.shipped)
         assert head.kept == []  # a task is here
         head.order()
         await head.until(lambda: head.kept == ["job"])
@@ -167,10 +162,8 @@ def test_a_task_that_has_not_ended_when_the_owner_needs_the_machine_is_ended_onc
         await head.until(lambda: owner.measured[-1] == [world.run_dir])
         assert world.launcher.tasks["job-1"].cancels == 0
         owner.overdue = True
-        await head.until(lambda: (report := head.report()) and report.stage is Stage.stop)
-        await head.until(lambda: (report := head.report()) and report.progress is Going.done)
-        report = head.report()
-        assert report is not None
+        await head.reported(lambda report: report.stage is Stage.stop)
+        report = await head.reported(lambda report: report.progress is Going.done)
         assert report.error.startswith("the owner of this machine uses it")
         head.order()  # the service has given the job to another node
         await head.until(lambda: not world.run_dir.exists())
@@ -186,12 +179,10 @@ def test_a_task_that_has_ended_may_still_upload_when_the_owner_needs_the_machine
         head.order(world.order())
         await head.until(lambda: "job-1" in world.launcher.tasks)
         world.launcher.exit("job-1", 0)
-        await head.until(lambda: (report := head.report()) and report.shipped)
+        await head.reported(lambda report: report.shipped)
         owner.overdue = True
         await head.until(lambda: len(owner.measured) > 4)
-        report = head.report()
-        assert report is not None
-        assert report.stage is Stage.run
+        await head.reported(lambda report: report.stage is Stage.run)
 
     world.run(play)
 
@@ -211,8 +202,7 @@ def test_an_agent_calls_again_after_its_heartbeat_interval(world: World) -> None
 
 def test_an_agent_that_is_started_again_continues_where_it_was(world: World) -> None:
     async def first(head: FakeHead) -> None:
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
+        await world.begin()
         head.only, head.trouble = "upload", [away() for _ in range(10_000)]
         world.emit(world.save("checkpoint-1"), progress(2))
         await head.until(lambda: len(head.received_events) == 1)
@@ -223,7 +213,7 @@ def test_an_agent_that_is_started_again_continues_where_it_was(world: World) -> 
         await head.until(lambda: len(head.received_events) == 3)
         world.emit(Finished(step=3))
         world.launcher.exit("job-1", 0)
-        await head.until(lambda: (report := head.report()) and report.shipped)
+        await head.reported(lambda report: report.shipped)
 
     world.run(first)
     assert world.launcher.tasks["job-1"].seen.state is TaskState.running  # it outlives the agent
@@ -235,14 +225,11 @@ def test_an_agent_that_is_started_again_continues_where_it_was(world: World) -> 
 
 def test_what_the_service_does_not_want_any_more_is_ended_and_removed(world: World) -> None:
     async def play(head: FakeHead) -> None:
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
+        await world.begin()
         world.emit(world.save("checkpoint-1"))
         await head.until(lambda: head.received_events)
         head.order(world.order(Stage.stop))
-        await head.until(lambda: (report := head.report()) and report.progress is Going.done)
-        report = head.report()
-        assert report is not None
+        report = await head.reported(lambda report: report.progress is Going.done)
         assert report.stage is Stage.stop
         assert report.observation is not None
         assert report.observation["state"] == "exited"
@@ -255,28 +242,14 @@ def test_what_the_service_does_not_want_any_more_is_ended_and_removed(world: Wor
     assert world.launcher.tasks["job-1"].cancels == 1
 
 
-def test_a_task_that_is_unknown_to_the_service_is_ended(world: World) -> None:
-    async def play(head: FakeHead) -> None:
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
-        head.order()
-        await head.until(lambda: not world.run_dir.exists())
-
-    world.run(play)
-    assert world.launcher.tasks["job-1"].seen.exit_code == -15
-
-
 @pytest.mark.parametrize("only", ["events", "log", "offer", "upload"])
 def test_a_task_of_which_nothing_is_taken_any_more_ends(world: World, only: str) -> None:
     async def play(head: FakeHead) -> None:
         head.only, head.trouble = only, [refusal(410, "attempt 2 runs elsewhere")]
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
+        await world.begin()
         world.launcher.print("job-1", "x")
         world.emit(progress(1), world.save("checkpoint-1"))
-        await head.until(lambda: (report := head.report()) and report.stage is Stage.stop and report.progress == "done")
-        report = head.report()
-        assert report is not None
+        report = await head.reported(lambda report: report.stage is Stage.stop and report.progress == "done")
         assert "attempt 2 runs elsewhere" in report.error
 
     world.run(play)
@@ -295,12 +268,11 @@ def test_a_service_that_is_away_for_a_minute_costs_nothing(world: World, only: s
     async def play(head: FakeHead) -> None:
         # What is still listed is requested once for every checkpoint.
         head.only, head.trouble = only, [trouble() for _ in range(1 if only == "listed" else 30)]
-        head.order(world.order(job={"best_checkpoint": "eval_loss"}))
-        await head.until(lambda: world.launcher.started)
+        await world.begin(job={"best_checkpoint": "eval_loss"})
         world.launcher.print("job-1", "x")
         world.emit(progress(1), world.save("checkpoint-1"), Finished(step=1))
         world.launcher.exit("job-1", 0)
-        await head.until(lambda: (report := head.report()) and report.shipped)
+        await head.reported(lambda report: report.shipped)
 
     world.run(play)
     assert not world.head.trouble
@@ -314,8 +286,7 @@ def test_a_task_can_be_ended_after_its_operator_has_withdrawn_a_consent(world: W
     world.trusted = ("org/name@a1b2",)
 
     async def begin(head: FakeHead) -> None:
-        head.order(world.order(**code))
-        await head.until(lambda: world.launcher.started)
+        await world.begin(**code)
 
     world.run(begin)
     world.trusted = ()
@@ -346,8 +317,7 @@ def test_without_the_service_a_node_trains_on_and_delivers_everything_later(
     world: World, ended: list[float], trouble: Exception
 ) -> None:
     async def play(head: FakeHead) -> None:
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
+        await world.begin()
         await head.until(lambda: head.polls[-1].tasks)
         began = world.clock()
         head.only, head.trouble = "", [trouble] * 1_000_000
@@ -368,8 +338,7 @@ def test_what_a_node_reports_all_the_time_hides_neither_a_service_that_is_there_
     world: World, ended: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def play(head: FakeHead) -> None:
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
+        await world.begin()
         task = world.launcher.tasks["job-1"]
 
         async def chatter(until: float) -> None:
@@ -390,17 +359,14 @@ def test_what_a_node_reports_all_the_time_hides_neither_a_service_that_is_there_
 
 def test_only_the_node_with_rank_0_ships_events_and_the_others_report_a_failure(world: World) -> None:
     async def play(head: FakeHead) -> None:
-        head.order(world.order(node_rank=1, time_limit=60.0, hang_timeout=5.0))
-        await head.until(lambda: world.launcher.started)
+        await world.begin(node_rank=1, time_limit=60.0, hang_timeout=5.0)
         task = world.launcher.tasks["job-1"].spec
         assert (task.node_rank, task.time_limit, task.hang_timeout) == (1, None, None)  # it sees no progress
         write(world.run_dir / "rank-1.log", b"boom\n")
         write(world.run_dir / "torchrun.log", b"met\n")
         world.emit(Failed(rank=1, reason=Reason.rank_failed, message="boom"))
         world.launcher.exit("job-1", 1, rank=1)
-        await head.until(lambda: (report := head.report()) and report.shipped)
-        report = head.report()
-        assert report is not None
+        report = await head.reported(lambda report: report.shipped)
         assert report.failed is not None
         assert (report.failed["message"], report.failed["rank"]) == ("boom", 1)
 
@@ -411,11 +377,10 @@ def test_only_the_node_with_rank_0_ships_events_and_the_others_report_a_failure(
 
 def test_a_log_that_is_far_behind_is_cut_short(world: World) -> None:
     async def play(head: FakeHead) -> None:
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
+        await world.begin()
         world.launcher.print("job-1", "a" * (3 << 20) + "end")
         world.launcher.exit("job-1", 0)
-        await head.until(lambda: (report := head.report()) and report.shipped)
+        await head.reported(lambda report: report.shipped)
 
     world.run(play)
     log = world.head.logs["rank-0.log"]
@@ -431,8 +396,7 @@ def test_of_the_uploaded_checkpoints_the_newest_and_the_best_stay_here(
     world: World, best: str | None, left: set[str]
 ) -> None:
     async def play(head: FakeHead) -> None:
-        head.order(world.order(job={"best_checkpoint": best}))
-        await head.until(lambda: world.launcher.started)
+        await world.begin(job={"best_checkpoint": best})
         world.emit(*(world.save(f"checkpoint-{step}") for step in (1, 2, 3)))
         await head.until(lambda: len(head.received_events) == 3)
         head.listed = {"checkpoint-1", "checkpoint-3", "final"}  # of the fourth the service has no report yet
@@ -460,14 +424,11 @@ def test_the_training_reads_the_number_of_pending_uploads(world: World) -> None:
 
 def test_a_checkpoint_that_is_damaged_here_ends_the_attempt(world: World) -> None:
     async def play(head: FakeHead) -> None:
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
+        await world.begin()
         saved = world.save("checkpoint-1")
         write(saved.path / "additional_chat_templates" / "a.jinja", b"short")
         world.emit(saved, progress(2))
-        await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
-        report = head.report()
-        assert report is not None
+        report = await world.failure()
         assert "damaged before it could be uploaded" in report.error
         assert report.failed is not None
         assert report.failed["reason"] == "rank_failed"
@@ -477,28 +438,12 @@ def test_a_checkpoint_that_is_damaged_here_ends_the_attempt(world: World) -> Non
     assert not world.head.checkpoints
 
 
-def test_a_node_that_was_removed_ends_with_its_tasks(world: World) -> None:
-    async def play(head: FakeHead) -> None:
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
-        head.only, head.trouble = "poll", [refusal(410, "node 'b' was removed")]
-        head.release()
-        await head.until(lambda: False)
-
-    with pytest.raises(ServiceRefusal, match="was removed"):
-        world.run(play)
-    assert world.launcher.tasks["job-1"].cancels
-
-
 def test_an_event_that_the_service_will_never_take_ends_the_attempt(world: World) -> None:
     async def play(head: FakeHead) -> None:
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
+        await world.begin()
         head.only, head.trouble = "events", [refusal(400, "it does not exist: upload its files before its event")]
         world.emit(progress(1))
-        await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
-        report = head.report()
-        assert report is not None
+        report = await world.failure()
         assert "upload its files before its event" in report.error
 
     world.run(play)
@@ -517,8 +462,7 @@ def test_a_task_begins_with_the_services_checkpoint(world: World) -> None:
     resuming.spec.update(resume_from=f"{theirs}/checkpoint-8", fall_back_to=[f"{theirs}/checkpoint-6"])
 
     async def play(head: FakeHead) -> None:
-        head.order(resuming)
-        await head.until(lambda: world.launcher.started)
+        await world.begin(resuming)
 
     world.run(play)
     written = json.loads((world.run_dir / "spec.json").read_text())
@@ -557,8 +501,7 @@ def test_a_job_that_begins_with_another_ones_checkpoint_fetches_its_own_copy(wor
     order.spec.update(resume_from=theirs)
 
     async def play(head: FakeHead) -> None:
-        head.order(order)
-        await head.until(lambda: world.launcher.started)
+        await world.begin(order)
 
     world.run(play)
     written = json.loads((world.run_dir / "spec.json").read_text())
@@ -576,8 +519,7 @@ def test_with_the_services_disk_in_sight_checkpoints_go_straight_there(world: Wo
     shared.spec["resume_from"] = str(theirs / "checkpoint-1")
 
     async def play(head: FakeHead) -> None:
-        head.order(shared)
-        await head.until(lambda: world.launcher.started)
+        await world.begin(shared)
         saved = CheckpointSaved(kind="final", step=2, epoch=1, path=theirs / "final", train_loss=None)
         world.emit(saved, Finished(step=2))
         await head.until(lambda: len(head.received_events) == 2)
@@ -595,11 +537,10 @@ def test_an_agent_that_is_started_again_knows_that_it_sees_the_services_disk(wor
     mark = write(theirs / ".shared", b"job-1")
 
     async def first(head: FakeHead) -> None:
-        head.order(world.order(shared_mark=str(mark), job={"checkpoint_dir": str(theirs)}))
-        await head.until(lambda: world.launcher.started)
+        await world.begin(shared_mark=str(mark), job={"checkpoint_dir": str(theirs)})
 
     async def second(head: FakeHead) -> None:
-        await head.until(lambda: (report := head.report()) and report.observation)
+        await head.reported(lambda report: report.observation)
         for step in (1, 2):
             path = theirs / f"checkpoint-{step}"
             write_manifest(write(path / "a.json", b"a").parent)
@@ -617,37 +558,15 @@ def test_a_disk_that_another_attempt_has_marked_is_not_the_services(world: World
     mark = write(theirs / ".shared", b"job-0")  # of the same path on another disk, where it was left
 
     async def play(head: FakeHead) -> None:
-        head.order(world.order(shared_mark=str(mark), job={"checkpoint_dir": str(theirs)}))
-        await head.until(lambda: world.launcher.started)
+        await world.begin(shared_mark=str(mark), job={"checkpoint_dir": str(theirs)})
 
     world.run(play)
     written = json.loads((world.run_dir / "spec.json").read_text())
     assert (written["turn"], written["job"]["checkpoint_dir"]) == (None, str(world.home / "checkpoints"))
 
 
-def test_a_file_that_leads_out_of_its_checkpoint_is_not_fetched(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    requested = world.order()
-    requested.spec["resume_from"] = "/service/checkpoints/job/checkpoint-1"
-
-    async def files(job_uuid: str, checkpoint: str) -> list[dict[str, Any]]:
-        return [{"path": "../../../evil", "size": 1, "sha256": "0" * 64}]
-
-    monkeypatch.setattr(world.head, "checkpoint_files", files)
-
-    async def play(head: FakeHead) -> None:
-        head.order(requested)
-        await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
-        report = head.report()
-        assert report
-        assert "checkpoint file='../../../evil' is not supported" in report.error
-
-    world.run(play)
-    assert not [call for call in world.head.calls if call.startswith("file ")]
-    assert not world.launcher.started
-
-
-@pytest.mark.parametrize("path", ["pytorch_model.bin", "modeling_own.py", "optimizer/evil.pkl", "scheduler.pt"])
-def test_a_checkpoint_that_holds_more_than_data_is_not_fetched(
+@pytest.mark.parametrize("path", ["../../../evil", "pytorch_model.bin", "modeling_own.py", "optimizer/evil.pkl"])
+def test_a_checkpoint_that_holds_more_than_its_data_is_not_fetched(
     world: World, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     requested = world.order()
@@ -658,15 +577,9 @@ def test_a_checkpoint_that_holds_more_than_data_is_not_fetched(
 
     monkeypatch.setattr(world.head, "checkpoint_files", files)
 
-    async def play(head: FakeHead) -> None:
-        head.order(requested)
-        await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
-        report = head.report()
-        assert report
-        assert f"checkpoint file='{path}' is not supported" in report.error
-
-    world.run(play)
+    assert f"checkpoint file='{path}' is not supported" in world.fail(requested).error
     assert not [call for call in world.head.calls if call.startswith("file ")]
+    assert not world.launcher.started
 
 
 @pytest.mark.parametrize(
@@ -681,14 +594,11 @@ def test_a_checkpoint_that_holds_more_than_data_is_not_fetched(
 )
 def test_a_model_that_is_not_here_is_named(world: World, changes: Any, text: str) -> None:
     async def play(head: FakeHead) -> None:
-        head.order(world.order(Stage.prepare, **changes))
-        await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
-        report = head.report()
-        assert report is not None
+        report = await world.failure(world.order(Stage.prepare, **changes))
         assert text in report.error
         assert report.lasting
         head.order(world.order(Stage.stop, **changes))
-        await head.until(lambda: (report := head.report()) and report.progress is Going.done)
+        await head.reported(lambda report: report.progress is Going.done)
 
     world.run(play)
     assert world.launcher.started == []
@@ -697,15 +607,10 @@ def test_a_model_that_is_not_here_is_named(world: World, changes: Any, text: str
 def test_a_peer_that_does_not_answer_fails_the_probe(world: World) -> None:
     async def play(head: FakeHead) -> None:
         head.order(world.order(Stage.prepare, nodes=2))
-        await head.until(lambda: (report := head.report()) and report.progress is Going.done)
-        report = head.report()
-        assert report is not None
+        report = await head.reported(lambda report: report.progress is Going.done)
         assert report.port is not None
         unreachable = Peer(node="a", address="127.0.0.1", port=1)
-        head.order(world.order(Stage.probe, nodes=2, master=unreachable, peers=(unreachable,)))
-        await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
-        report = head.report()
-        assert report is not None
+        report = await world.failure(world.order(Stage.probe, nodes=2, master=unreachable, peers=(unreachable,)))
         assert "node b cannot reach node a at 127.0.0.1 port 1" in report.error
         assert not report.lasting
 
@@ -726,8 +631,7 @@ def test_a_service_that_is_away_while_a_task_is_prepared_costs_no_attempt(
 
     async def play(head: FakeHead) -> None:
         head.only, head.trouble = only, [trouble() for _ in range(40)]
-        head.order(resuming)
-        await head.until(lambda: world.launcher.started)
+        await world.begin(resuming)
         assert not any(task.error for poll in head.polls for task in poll.tasks)
 
     world.run(play)
@@ -739,7 +643,7 @@ def test_what_the_service_does_not_have_fails_the_attempt(world: World, trouble:
     async def play(head: FakeHead) -> None:
         head.only, head.trouble = "rows", [trouble]
         head.order(world.order())
-        await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
+        await head.reported(lambda report: report.progress is Going.failed)
 
     world.run(play)
     assert world.launcher.started == []
@@ -766,21 +670,18 @@ def test_a_task_that_waits_for_the_service_can_be_stopped(world: World) -> None:
     async def play(head: FakeHead) -> None:
         head.only, head.trouble = "rows", [away() for _ in range(100_000)]
         head.order(world.order())
-        await head.until(lambda: (report := head.report()) and "accepts no connection" in report.detail)
+        await head.reported(lambda report: "accepts no connection" in report.detail)
         head.order(world.order(Stage.stop))
-        await head.until(lambda: (report := head.report()) and report.progress is Going.done)
+        await head.reported(lambda report: report.progress is Going.done)
 
     world.run(play)
 
 
 def test_an_unexpected_error_is_named(world: World) -> None:
     async def play(head: FakeHead) -> None:
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
+        await world.begin()
         write(world.run_dir / "events.jsonl", b"\0\0\n")
-        await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
-        report = head.report()
-        assert report is not None
+        report = await world.failure()
         assert report.error.startswith("JSONDecodeError: ")
 
     world.run(play)
@@ -793,15 +694,9 @@ def test_an_agent_that_is_started_again_before_the_ranks_listens_where_it_did(wo
     async def play(head: FakeHead) -> None:
         head.polls.clear()
         head.order(world.order(stage if ports else Stage.prepare, nodes=2))
-        await head.until(
-            lambda: (
-                (report := head.report())
-                and report.progress is not Going.working
-                and report.stage in ("prepare", stage)
-            )
+        report = await head.reported(
+            lambda report: report.progress is not Going.working and report.stage in ("prepare", stage)
         )
-        report = head.report()
-        assert report is not None
         assert report.error == ""
         ports.append(report.port)
 
@@ -813,28 +708,17 @@ def test_an_agent_that_is_started_again_before_the_ranks_listens_where_it_did(wo
 
 def test_a_training_that_cannot_be_started_is_reported(world: World) -> None:
     world.launcher.refuse = OSError("no runner")
-
-    async def play(head: FakeHead) -> None:
-        head.order(world.order())
-        await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
-        report = head.report()
-        assert report is not None
-        assert "no runner" in report.error
-
-    world.run(play)
+    assert "no runner" in world.fail(world.order()).error
 
 
 def test_a_full_disk_ends_the_task_and_not_the_agent(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     async def play(head: FakeHead) -> None:
         monkeypatch.setattr(tasks.NodeTask, "_keep", lambda task: _full(task.paths.run_dir))
-        head.order(world.order(Stage.prepare))
-        await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
-        report = head.report()
-        assert report is not None
+        report = await world.failure(world.order(Stage.prepare))
         assert "No space left on device" in report.error
         assert str(world.run_dir) in report.error
         head.order(world.order(Stage.stop))
-        await head.until(lambda: (report := head.report()) and report.progress is Going.done)
+        await head.reported(lambda report: report.progress is Going.done)
 
     world.run(play)
     assert world.launcher.started == []
@@ -842,8 +726,7 @@ def test_a_full_disk_ends_the_task_and_not_the_agent(world: World, monkeypatch: 
 
 def test_a_disk_that_fills_up_later_stops_no_training(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     async def play(head: FakeHead) -> None:
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
+        await world.begin()
         monkeypatch.setattr(tasks.NodeTask, "_keep", lambda task: _full(task.paths.run_dir))
         head.order(world.order(Stage.pause))
         await head.until(lambda: world.launcher.tasks["job-1"].pauses)
@@ -855,20 +738,9 @@ def _full(path: Path) -> None:
     raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
 
-def test_rank_0_receives_the_order_to_pause(world: World) -> None:
-    async def play(head: FakeHead) -> None:
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
-        head.order(world.order(Stage.pause))
-        await head.until(lambda: world.launcher.tasks["job-1"].pauses)
-
-    world.run(play)
-
-
 def test_what_ran_in_another_boot_is_gone_with_its_directory(world: World) -> None:
     async def first(head: FakeHead) -> None:
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
+        await world.begin()
 
     async def second(head: FakeHead) -> None:
         head.order()
@@ -883,11 +755,10 @@ def test_what_ran_in_another_boot_is_gone_with_its_directory(world: World) -> No
     assert world.launcher.tasks["job-1"].seen.exit_code == -9  # swept
 
 
-@pytest.mark.parametrize(("call", "status"), [("join", 409), ("join", 401), ("both", 409)])
+@pytest.mark.parametrize(("call", "status"), [("join", 409), ("join", 401), ("both", 409), ("both", 410)])
 def test_a_node_that_is_not_taken_ends_with_the_services_sentence(world: World, call: str, status: int) -> None:
     async def play(head: FakeHead) -> None:
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
+        await world.begin()
         head.only, head.trouble = "", [refusal(status, "because")] * 2
         head.release()
         await asyncio.Event().wait()
@@ -907,8 +778,7 @@ def test_a_node_that_had_joined_bears_refusals(
     world: World, only: str, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def play(head: FakeHead) -> None:
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
+        await world.begin()
         head.only, head.trouble = only, [refusal(status, "because")] * 30
         if only == "join":
             world.clock.advance(agents.REPORT + 1)
@@ -975,8 +845,7 @@ def test_files_that_are_no_longer_used_are_removed(world: World, monkeypatch: py
         await head.until(lambda: head.polls)
         assert not old.exists()
         assert not rows.exists()
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
+        await world.begin()
         old.mkdir()
         world.clock.advance(agents.REPORT + 1)
         head.order(world.order(Stage.pause))
@@ -1001,7 +870,7 @@ def test_an_order_to_end_before_the_first_report_ends_the_task_at_the_next_clean
 
     async def started_again(head: FakeHead) -> None:
         world.launcher.exit("job-1", None)
-        await head.until(lambda: (report := head.report()) and report.progress is Going.done)
+        await head.reported(lambda report: report.progress is Going.done)
 
     world.run(ended)
     world.head.polls.clear()
@@ -1010,15 +879,12 @@ def test_an_order_to_end_before_the_first_report_ends_the_task_at_the_next_clean
 
 def test_stages_only_move_forward(world: World) -> None:
     async def play(head: FakeHead) -> None:
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
+        await world.begin()
         for stage in (Stage.prepare, Stage.stop, Stage.run):
             head.order(world.order(stage))
             await head.until(lambda: head.polls[-1].seen == head.revision)
-            report = head.report()
-            assert report is not None
-            assert report.stage is not Stage.prepare
-        await head.until(lambda: (report := head.report()) and report.stage is Stage.stop and report.progress == "done")
+            assert (await head.reported(lambda _: True)).stage is not Stage.prepare
+        await head.reported(lambda report: report.stage is Stage.stop and report.progress == "done")
 
     world.run(play)
     assert world.launcher.started == ["job-1"]
@@ -1045,8 +911,7 @@ def test_what_stays_missing_is_sent_again_after_a_pause(world: World, monkeypatc
     monkeypatch.setattr(world.head, "upload", losing)
 
     async def play(head: FakeHead) -> None:
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
+        await world.begin()
         world.emit(world.save("checkpoint-1"))
         await head.until(lambda: head.checkpoints)
 
@@ -1057,15 +922,14 @@ def test_what_stays_missing_is_sent_again_after_a_pause(world: World, monkeypatc
 
 def test_an_agent_that_is_started_while_the_service_is_away_has_its_trainings_continue(world: World) -> None:
     async def first(head: FakeHead) -> None:
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
+        await world.begin()
 
     async def second(head: FakeHead) -> None:
         began = world.clock()
         head.only, head.trouble = "join", [away() for _ in range(100_000)]
         await head.until(lambda: world.clock() - began > HOUR / 3)
         head.trouble, head.polls = [], []
-        await head.until(lambda: (report := head.report()) and report.observation is not None)
+        await head.reported(lambda report: report.observation is not None)
         assert world.launcher.tasks["job-1"].seen.state is TaskState.running
 
     world.run(first)
@@ -1208,13 +1072,10 @@ def test_a_new_credential_that_cannot_be_kept_is_not_used(world: World, monkeypa
 
 def test_what_a_report_would_not_hold_is_cut(world: World) -> None:
     async def play(head: FakeHead) -> None:
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
+        await world.begin()
         task = world.launcher.tasks["job-1"]
         task.seen = replace(task.seen, detail="d" * 10_000, stacks="s" * (1 << 20))
-        await head.until(lambda: (report := head.report()) and report.detail.startswith("d"))
-        report = head.report()
-        assert report is not None
+        report = await head.reported(lambda report: report.detail.startswith("d"))
         assert (len(report.detail), report.detail[-4:]) == (8192, "d...")
         assert report.observation is not None
         assert len(report.observation["stacks"]) == 8192
@@ -1229,8 +1090,7 @@ def test_what_is_kept_is_for_its_owner_only(world: World, there: bool) -> None:
         world.data_dir.chmod(0o755)
 
     async def play(head: FakeHead) -> None:
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
+        await world.begin()
 
     world.run(play)
     assert there or world.data_dir.stat().st_mode & 0o777 == 0o700
@@ -1239,13 +1099,12 @@ def test_what_is_kept_is_for_its_owner_only(world: World, there: bool) -> None:
 
 def test_a_task_that_was_ordered_to_stop_ships_nothing_more(world: World) -> None:
     async def play(head: FakeHead) -> None:
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
+        await world.begin()
         head.only, head.trouble = "events", [away() for _ in range(10_000)]
         world.emit(progress(1))
         await head.until(lambda: len(head.trouble) < 10_000)
         head.order(world.order(Stage.stop))
-        await head.until(lambda: (report := head.report()) and report.progress is Going.done)
+        await head.reported(lambda report: report.progress is Going.done)
         head.trouble, before = [], len(head.calls)
         for _ in range(100):
             await asyncio.sleep(0)
@@ -1270,8 +1129,7 @@ def test_a_job_without_a_file_here_leaves_no_directory(world: World) -> None:
 
 def test_the_next_attempt_of_a_job_finds_its_directories_where_the_one_before_is_removed(world: World) -> None:
     async def play(head: FakeHead) -> None:
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
+        await world.begin()
         head.order(world.order(task_id="job-2", attempt=2))
         await head.until(lambda: not world.run_dir.exists() and len(world.launcher.started) == 2)
         assert (world.home / "checkpoints").exists()
@@ -1282,8 +1140,7 @@ def test_the_next_attempt_of_a_job_finds_its_directories_where_the_one_before_is
 
 def test_an_unfinished_job_is_kept_for_a_day_from_its_end_on(world: World) -> None:
     async def play(head: FakeHead) -> None:
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
+        await world.begin()
         world.save("checkpoint-1")
         os.utime(world.home, (0, 0))  # it has trained for long
         head.order()
@@ -1314,11 +1171,10 @@ def test_young_files_of_other_jobs_stay_and_old_ones_go(world: World) -> None:
 
 def test_what_runs_is_not_prepared_again(world: World) -> None:
     async def first(head: FakeHead) -> None:
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
+        await world.begin()
 
     async def second(head: FakeHead) -> None:
-        await head.until(lambda: (report := head.report()) and report.observation)
+        await head.reported(lambda report: report.observation)
         world.emit(progress(1))
         await head.until(lambda: head.received_events)
 
@@ -1331,8 +1187,7 @@ def test_what_runs_is_not_prepared_again(world: World) -> None:
 def test_nodes_of_one_training_meet_where_the_master_is(world: World) -> None:
     async def play(head: FakeHead) -> None:
         master = Peer(node="a", address="10.0.0.9", port=29511)
-        head.order(world.order(nodes=2, node_rank=1, master=master, ports=(29500, 100), threads=3))
-        await head.until(lambda: world.launcher.started)
+        await world.begin(nodes=2, node_rank=1, master=master, ports=(29500, 100), threads=3)
 
     world.run(play)
     task = world.launcher.tasks["job-1"].spec
@@ -1340,16 +1195,6 @@ def test_nodes_of_one_training_meet_where_the_master_is(world: World) -> None:
     # What the service orders for all nodes counts, also where a node's own variable is another one.
     assert training_environment(task, {"OMP_NUM_THREADS": "8"})["OMP_NUM_THREADS"] == "3"
     assert (task.master_addr, task.master_port, task.last_port) == ("10.0.0.9", 29511, 29599)
-
-
-def test_limits_of_time_are_for_the_node_with_rank_0(world: World) -> None:
-    async def play(head: FakeHead) -> None:
-        head.order(world.order(time_limit=60.0, hang_timeout=5.0))
-        await head.until(lambda: world.launcher.started)
-
-    world.run(play)
-    task = world.launcher.tasks["job-1"].spec
-    assert (task.time_limit, task.hang_timeout) == (60.0, 5.0)
 
 
 def test_a_disk_that_is_full_here_delays_events_and_loses_none(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1363,11 +1208,10 @@ def test_a_disk_that_is_full_here_delays_events_and_loses_none(world: World, mon
     monkeypatch.setattr(Outbox, "read_events", once)
 
     async def play(head: FakeHead) -> None:
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
+        await world.begin()
         world.emit(world.save("checkpoint-1"), Finished(step=1))
         world.launcher.exit("job-1", 0)
-        await head.until(lambda: (report := head.report()) and report.shipped)
+        await head.reported(lambda report: report.shipped)
 
     world.run(play)
     assert [event["type"] for event in world.head.received_events] == ["checkpoint", "finished"]
@@ -1390,12 +1234,9 @@ def test_checkpoints_are_looked_for_until_all_events_of_an_ended_training_were_r
 def test_a_service_that_has_more_events_than_were_written_is_reported(world: World) -> None:
     async def play(head: FakeHead) -> None:
         head.events += b'{"type": "progress"}\n' * 50
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
+        await world.begin()
         world.emit(progress(1))
-        await head.until(lambda: (report := head.report()) and "bytes of events" in report.detail)
-        report = head.report()
-        assert report is not None
+        report = await head.reported(lambda report: "bytes of events" in report.detail)
         assert report.detail.endswith("end the job")
 
     world.run(play)
@@ -1430,8 +1271,7 @@ def test_rows_that_are_here_are_used_if_they_are_whole(world: World, found: byte
     before = rows.stat().st_mtime
 
     async def play(head: FakeHead) -> None:
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
+        await world.begin()
 
     world.run(play)
     assert rows.read_bytes() == ROWS
@@ -1447,9 +1287,8 @@ def test_a_port_that_ranks_will_listen_at_is_given_to_no_other_task(world: World
 
     async def play(head: FakeHead) -> None:
         head.order(one.model_copy(update={"stage": Stage.prepare}))
-        await head.until(lambda: (report := head.report()) and report.progress is Going.done)
-        head.order(one)
-        await head.until(lambda: world.launcher.started)
+        await head.reported(lambda report: report.progress is Going.done)
+        await world.begin(one)
         head.order(one, other)
         await head.until(lambda: (report := head.report("other-1")) and report.progress is Going.done)
         ports = {report.port for name in ("job-1", "other-1") if (report := head.report(name))}
@@ -1460,12 +1299,9 @@ def test_a_port_that_ranks_will_listen_at_is_given_to_no_other_task(world: World
 
 def test_a_training_whose_directory_was_removed_has_ended(world: World) -> None:
     async def play(head: FakeHead) -> None:
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
+        await world.begin()
         del world.launcher.tasks["job-1"]
-        await head.until(lambda: (report := head.report()) and report.observation and report.progress is Going.done)
-        report = head.report()
-        assert report is not None
+        report = await head.reported(lambda report: report.observation and report.progress is Going.done)
         assert "was removed" in report.detail
 
     world.run(play)
@@ -1473,10 +1309,9 @@ def test_a_training_whose_directory_was_removed_has_ended(world: World) -> None:
 
 def test_a_node_without_rank_0_orders_no_rank_to_pause(world: World) -> None:
     async def play(head: FakeHead) -> None:
-        head.order(world.order(node_rank=1))
-        await head.until(lambda: world.launcher.started)
+        await world.begin(node_rank=1)
         head.order(world.order(Stage.pause, node_rank=1))
-        await head.until(lambda: (report := head.report()) and report.stage is Stage.pause)
+        await head.reported(lambda report: report.stage is Stage.pause)
         for _ in range(100):
             await asyncio.sleep(0)
 
@@ -1498,8 +1333,7 @@ def test_a_disk_that_is_full_delays_the_orders_to_ranks(
     monkeypatch.setattr(world.launcher, call, reported)
 
     async def play(head: FakeHead) -> None:
-        head.order(world.order())
-        await head.until(lambda: world.launcher.started)
+        await world.begin()
         head.order(world.order(stage))
         task = world.launcher.tasks["job-1"]
         await head.until(lambda: task.pauses or task.seen.state is TaskState.exited)
@@ -1516,13 +1350,9 @@ def test_a_task_that_was_never_started_ends_on_a_full_disk_too(world: World, mon
 
     async def play(head: FakeHead) -> None:
         head.order(world.order(Stage.prepare))
-        await head.until(lambda: (report := head.report()) and report.progress is Going.done)
-        report = head.report()
-        assert report is not None
+        report = await head.reported(lambda report: report.progress is Going.done)
         head.order(world.order(Stage.stop))
-        await head.until(
-            lambda: (report := head.report()) and report.stage is Stage.stop and report.progress is Going.done
-        )
+        await head.reported(lambda report: report.stage is Stage.stop and report.progress is Going.done)
         with socket.create_server(("127.0.0.1", report.port or 0)):
             pass  # the listener is gone
 

@@ -10,7 +10,6 @@ import pytest
 from llama_stack_provider_trl.specs.events import Failed, Finished, Paused, Reason
 from llama_stack_provider_trl.specs.work import GenerateSpec
 from llama_stack_provider_trl_remote.nodes import uploader as module
-from llama_stack_provider_trl_remote.wire import StageProgress as Going
 from llama_stack_provider_trl_remote.wire import TaskOrder
 from tests.fake_head import FakeHead, away, refusal
 from tests.orders import write
@@ -52,8 +51,7 @@ def test_whole_batches_go_beside_the_training_and_its_end_waits_for_all_files(
     kinds_then: list[str] = []
 
     async def play(head: FakeHead) -> None:
-        head.order(ordered(world))
-        await head.until(lambda: world.launcher.started)
+        await world.begin(ordered(world))
         training.append(FIRST + LINES[2][:5])
         world.emit(progress(2))
         await head.until(lambda: sent(head) == FIRST)
@@ -68,7 +66,7 @@ def test_whole_batches_go_beside_the_training_and_its_end_waits_for_all_files(
         kinds_then.extend(event["type"] for event in head.received_events)
         assert (report := head.report())
         assert not report.shipped
-        await head.until(lambda: (report := head.report()) and report.shipped)
+        await head.reported(lambda report: report.shipped)
         assert sent(head, "rows.jsonl") == b"rows\n"
         head.order()
         await head.until(lambda: not world.home.exists())
@@ -85,8 +83,7 @@ def test_what_ends_early_sends_its_whole_batches_and_no_rows(world: World, end: 
     training = Training(world)
 
     async def play(head: FakeHead) -> None:
-        head.order(ordered(world))
-        await head.until(lambda: world.launcher.started)
+        await world.begin(ordered(world))
         head.only, head.trouble = "answers", [away() for _ in range(20)]
         training.append(b"".join(LINES[:3]))
         training.append(b"of another attempt\n", "rows.jsonl")
@@ -95,7 +92,7 @@ def test_what_ends_early_sends_its_whole_batches_and_no_rows(world: World, end: 
         world.launcher.exit("job-1", 1)
         await head.until(lambda: len(head.trouble) < 10)
         assert not head.received_events
-        await head.until(lambda: (report := head.report()) and report.shipped)
+        await head.reported(lambda report: report.shipped)
 
     world.run(play)
     assert sent(world.head) == FIRST
@@ -107,8 +104,7 @@ def test_an_agent_that_is_started_again_sends_the_rest_once(world: World) -> Non
     training = Training(world)
 
     async def first(head: FakeHead) -> None:
-        head.order(ordered(world))
-        await head.until(lambda: world.launcher.started)
+        await world.begin(ordered(world))
         training.append(FIRST)
         await head.until(lambda: sent(head) == FIRST)
 
@@ -117,7 +113,7 @@ def test_an_agent_that_is_started_again_sends_the_rest_once(world: World) -> Non
         training.append(b"rows\n", "rows.jsonl")
         world.emit(Finished(step=5))
         world.launcher.exit("job-1", 0)
-        await head.until(lambda: (report := head.report()) and report.shipped)
+        await head.reported(lambda report: report.shipped)
 
     world.run(first)
     world.run(second)
@@ -134,8 +130,7 @@ def test_an_attempt_begins_with_the_answers_of_the_service(world: World) -> None
     world.head.answer_files["answers.jsonl"] = bytearray(FIRST)
 
     async def play(head: FakeHead) -> None:
-        head.order(ordered(world))
-        await head.until(lambda: world.launcher.started)
+        await world.begin(ordered(world))
         Training(world).append(LINES[2] + LINES[3])
         await head.until(lambda: sent(head) == b"".join(LINES[:4]))
 
@@ -152,8 +147,7 @@ def test_answers_are_not_written_into_a_shared_directory(world: World) -> None:
     order = ordered(world, checkpoint_dir=str(theirs)).model_copy(update={"shared_mark": str(mark)})
 
     async def play(head: FakeHead) -> None:
-        head.order(order)
-        await head.until(lambda: world.launcher.started)
+        await world.begin(order)
 
     world.run(play)
     written = json.loads((world.run_dir / "spec.json").read_text())
@@ -162,13 +156,10 @@ def test_answers_are_not_written_into_a_shared_directory(world: World) -> None:
 
 def test_answers_that_the_service_will_never_take_end_the_attempt(world: World) -> None:
     async def play(head: FakeHead) -> None:
-        head.order(ordered(world))
-        await head.until(lambda: world.launcher.started)
+        await world.begin(ordered(world))
         head.only, head.trouble = "answers", [refusal(400, "expected other bytes")]
         Training(world).append(FIRST)
-        await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
-        report = head.report()
-        assert report is not None
+        report = await world.failure()
         assert "does not accept the answers" in report.error
         assert "expected other bytes" in report.error
 
@@ -177,15 +168,14 @@ def test_answers_that_the_service_will_never_take_end_the_attempt(world: World) 
 
 def test_a_training_that_cuts_its_own_file_blocks_nothing(world: World) -> None:
     async def play(head: FakeHead) -> None:
-        head.order(ordered(world))
-        await head.until(lambda: world.launcher.started)
+        await world.begin(ordered(world))
         head.only, head.trouble = "answers", [away() for _ in range(20)]
         Training(world).append(FIRST)
         await head.until(lambda: len(head.trouble) < 15)  # its batch is known, and not sent
         (world.home / "checkpoints" / "answers.jsonl").write_bytes(b"")
         world.emit(Failed(reason=Reason.internal, message="boom"))
         world.launcher.exit("job-1", 1)
-        await head.until(lambda: (report := head.report()) and report.shipped)
+        await head.reported(lambda report: report.shipped)
 
     world.run(play)
     assert sent(world.head) == b""
@@ -196,14 +186,11 @@ def test_a_training_that_puts_a_link_in_the_place_of_its_file_ends(world: World)
     secret = write(world.root / "secret", b"secret\n" * 20)
 
     async def play(head: FakeHead) -> None:
-        head.order(ordered(world))
-        await head.until(lambda: world.launcher.started)
+        await world.begin(ordered(world))
         file = world.home / "checkpoints" / "answers.jsonl"
         file.unlink()
         file.symlink_to(secret)
-        await head.until(lambda: (report := head.report()) and report.progress is Going.failed)
-        report = head.report()
-        assert report is not None
+        report = await world.failure()
         assert "answers.jsonl of the training cannot be read" in report.error
 
     world.run(play)

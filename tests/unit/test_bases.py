@@ -27,7 +27,6 @@ from llama_stack_provider_trl.specs.model_source import AdapterSpec
 from llama_stack_provider_trl.system.files import write_manifest
 from tests.fakes import job_spec
 from tests.unit.based_jobs import LORA, ROWS, add, complete, request
-from tests.unit.based_jobs import store as store
 
 SAME = {
     **{"type": "LoRA", "lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": False},
@@ -37,11 +36,6 @@ CONFIG = {
     **{"peft_type": "LORA", "base_model_name_or_path": "org/base", "r": 4, "lora_alpha": 8},
     **{"target_modules": ["v_proj", "q_proj"], "bias": "none", "modules_to_save": None},
 }
-
-
-@pytest.fixture
-def settings(tmp_path: Path) -> Settings:
-    return Settings(data_dir=tmp_path / "data", devices=("cpu",))
 
 
 def spec_of(body: Any, store: Store, settings: Settings, **options: Any) -> JobSpec:
@@ -81,12 +75,12 @@ def test_a_job_that_trains_every_weight_gives_its_final_and_comes_before(
 ) -> None:
     add(store, "a", tmp_path)
     spec = spec_of(request("job:a"), store, settings)
-    assert (spec.source.model, spec.after) == (str(tmp_path / "out" / "a" / "final"), ("a",))
+    assert (spec.source.model, spec.after) == (str(tmp_path / "checkpoints" / "a" / "final"), ("a",))
     assert (spec.bases, spec.adapter) == ((BaseJob(job_uuid="a", checkpoint="final"),), None)
     for named in ("job:a/checkpoint-6", "job:a/a-checkpoint-6"):
         spec = spec_of(request(named, "dpo"), store, settings)
         assert (spec.source.model, spec.bases[0].checkpoint) == (
-            str(tmp_path / "out" / "a" / "checkpoint-6"),
+            str(tmp_path / "checkpoints" / "a" / "checkpoint-6"),
             "checkpoint-6",
         )
 

@@ -289,14 +289,6 @@ def test_trials_that_are_known_after_a_cancel_are_not_queued(world: Searching) -
     assert (world.state(), len(world.table())) == (JobState.cancelled, 2)
 
 
-def test_a_search_is_deleted_with_its_later_trials(world: Searching) -> None:
-    world.begin(trials=3)
-    world.finish(loss_of)
-    assert len(world.store.names()) == 4
-    world.store.delete("s")
-    assert world.store.names() == []
-
-
 def test_later_trials_are_of_the_owner_who_may_have_a_generation_waiting(world: Searching) -> None:
     request = sft(bayesian(), algorithm_config=LORA)
     with pytest.raises(LimitReached):
@@ -435,12 +427,6 @@ class Hanging:
 
     def detail(self, name: str) -> str:
         return self._world.store.get(name).detail
-
-
-def test_few_threads_resolve_trials_at_once(world: Searching) -> None:
-    threads = Hanging(world)
-    threads.submit(*"abc")
-    assert len(threads.begun) == 2
 
 
 def test_a_thread_that_does_not_end_delays_its_own_search_only(
@@ -735,11 +721,3 @@ def test_fields_that_choose_rows_are_refused(world: Searching, path: str, values
         assert world.store.names() == []
         assert refused.value.field == f"{SEARCH}.parameters.{path}"
         assert "grid or random" in str(refused.value)
-
-
-def test_a_value_that_the_first_trials_do_not_have_is_refused_at_once(world: Searching) -> None:
-    dtypes = ["fp32", "fp8"]
-    for seed in range(4):  # whichever comes first
-        with pytest.raises(InvalidRequest, match=r"training_config.dtype='fp8'"):
-            world.submit(sft(bayesian(parameters={"training_config.dtype": dtypes}, seed=seed)))
-    assert world.store.names() == []

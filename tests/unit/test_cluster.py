@@ -189,6 +189,15 @@ class World:
         observation = seen(TaskState.exited, exit_code, **more)
         self.report(node, "run", observation=observation, shipped=shipped, failed=failed)
 
+    def save_and_leave(self) -> None:
+        """Both nodes of `pair` end after a pause, and report that nothing is left."""
+        self.emit(STEP, Paused(step=1))
+        for node in "bc":
+            self.exit(node, 0)
+        self.tick()
+        self.gone("b", "c")
+        self.tick()
+
 
 def seen(state: TaskState = TaskState.running, exit_code: int | None = None, **more: Any) -> dict[str, Any]:
     return dict(json.loads(json.dumps(asdict(Observation(state, exit_code, **more)))))
@@ -239,14 +248,6 @@ def test_the_service_s_own_machine_takes_part_once_it_has_an_agent(world: World)
     assert world.job().device == "cpu,b/cpu"
     assert world.orders("head")["a-1"].devices == ("cpu",)
     assert world.local.started == []
-
-
-def test_a_job_of_this_machine_goes_to_its_own_launcher_as_ever(world: World) -> None:
-    world.join("b", "head")
-    world.store.add_job(job_spec("a", checkpoint_dir=world.root / "checkpoints" / "out"), "digest")
-    world.tick()
-    assert (world.job().device, world.local.started) == ("cpu", ["a-1"])
-    assert world.orders("head") == {}
 
 
 def test_a_job_takes_no_fewer_machines_while_agents_join(world: World) -> None:
@@ -331,7 +332,7 @@ def test_all_nodes_of_an_attempt_move_on_together(world: World) -> None:
     assert world.orders("b")["a-1"].stage is Stage.probe
     world.report("c", "probe")
     world.tick()
-    assert {world.orders(node)["a-1"].stage for node in "bc"} == {Stage.run}
+    assert world.stages() == {Stage.run}
 
 
 def test_ranks_that_no_node_has_the_cores_for_are_not_started(world: World) -> None:
@@ -376,7 +377,7 @@ def test_a_pair_that_cannot_talk_ends_the_attempt_with_its_sentence(world: World
     world.tick()
     world.report("c", "probe", "failed", error="node c cannot reach node b at 10.0.0.0 port 29500: open TCP ports")
     world.tick()
-    assert {world.orders(node)["a-1"].stage for node in "bc"} == {Stage.stop}
+    assert world.stages() == {Stage.stop}
     assert world.job().detail == "it ends on b, c"
     world.gone("b", "c")
     world.tick()
@@ -478,7 +479,7 @@ def test_a_job_is_over_when_all_nodes_are_and_rank_0_has_shipped_everything(pair
     pair.tick()
     assert pair.job().state is JobState.completed
     assert pair.store.holders() == {"b/cpu": "a", "c/cpu": "a"}  # until they report that nothing is left
-    assert {pair.orders(node)["a-1"].stage for node in "bc"} == {Stage.stop}
+    assert pair.stages() == {Stage.stop}
     pair.gone("b", "c")
     pair.tick()
     assert pair.store.holders() == {}
@@ -544,17 +545,10 @@ def test_rank_0_s_own_final_event_comes_first(pair: World) -> None:
     assert RunDir(pair.job().run_dir or Path()).events.read_text().count('"failed"') == 1
 
 
-def test_a_node_that_found_a_hang_reports_it(pair: World) -> None:
-    pair.exit("c", -15)
-    pair.exit("b", -15, ended=Ended.hung, stacks="in all_reduce")
-    pair.tick()
-    assert pair.job().reason is Reason.hung
-
-
 def test_cancelling_ends_every_node_and_waits_until_they_have(pair: World) -> None:
     pair.store.request_cancel("a")
     pair.tick()
-    assert {pair.orders(node)["a-1"].stage for node in "bc"} == {Stage.stop}
+    assert pair.stages() == {Stage.stop}
     pair.gone("b")
     pair.tick()
     assert pair.job().state is JobState.cancelling
@@ -572,7 +566,7 @@ def test_nodes_get_the_order_to_end_where_it_cannot_be_recorded(pair: World, mon
         pair.store.request_cancel("a")
         with pytest.raises(StoreError, match="locked"):
             pair.tick()
-        assert {pair.orders(node)["a-1"].stage for node in "bc"} == {Stage.stop}
+        assert pair.stages() == {Stage.stop}
         assert pair.store.tasks.current("a-1", "b") is None
     pair.tick()
     assert pair.job().state is JobState.cancelling
@@ -605,7 +599,7 @@ def test_a_job_that_no_node_has_reported_is_cancelled_too(world: World) -> None:
     world.store.launch("a", 1, "b/cpu,c/cpu", world.root / "jobs" / "a" / "attempts" / "1")
     world.store.request_cancel("a")  # the service was killed before it could order anything
     world.tick()
-    assert {world.orders(node)["a-1"].stage for node in "bc"} == {Stage.stop}
+    assert world.stages() == {Stage.stop}
     world.gone("b", "c")
     world.tick()
     assert world.job().state is JobState.cancelled
@@ -614,7 +608,7 @@ def test_a_job_that_no_node_has_reported_is_cancelled_too(world: World) -> None:
 def test_pausing_is_rank_0_s_matter_and_ends_all(pair: World) -> None:
     pair.store.request_pause("a")
     pair.tick()
-    assert {pair.orders(node)["a-1"].stage for node in "bc"} == {Stage.pause}
+    assert pair.stages() == {Stage.pause}
     pair.emit(Paused(step=2))
     for node in "bc":
         pair.exit(node, 0)
@@ -743,7 +737,7 @@ def test_a_node_that_was_restarted_has_lost_its_task(pair: World) -> None:
 def test_an_agent_that_was_started_again_on_a_running_machine_changes_nothing(pair: World) -> None:
     pair.join("c")
     pair.tick()
-    assert {pair.orders(node)["a-1"].stage for node in "bc"} == {Stage.run}
+    assert pair.stages() == {Stage.run}
 
 
 def test_no_node_is_lost_because_the_service_was_away(pair: World) -> None:
@@ -764,7 +758,7 @@ def test_no_node_is_lost_because_the_service_was_cut_off(pair: World) -> None:
     pair.pass_time(4, "b", "head")
     pair.pass_time(POLL_SECONDS, "b")  # c sits on a connection that is dead
     pair.pass_time(30, "b", "c")
-    assert {pair.orders(node)["a-1"].stage for node in "bc"} == {Stage.run}
+    assert pair.stages() == {Stage.run}
     assert pair.job().detail == ""
 
 
@@ -982,13 +976,8 @@ def test_a_drained_node_s_job_saves_and_continues_elsewhere(pair: World) -> None
     pair.join("d")
     pair.store.nodes.set_mode("c", "draining")
     pair.tick()
-    assert {pair.orders(node)["a-1"].stage for node in "bc"} == {Stage.pause}
-    pair.emit(STEP, Paused(step=1))
-    for node in "bc":
-        pair.exit(node, 0)
-    pair.tick()
-    pair.gone("b", "c")
-    pair.tick()
+    assert pair.stages() == {Stage.pause}
+    pair.save_and_leave()
     assert (pair.job().attempt, pair.job().device, pair.job().retries_used) == (2, "b/cpu,d/cpu", 0)
 
 
@@ -1012,12 +1001,7 @@ def test_a_training_on_a_node_whose_owner_is_back_saves_and_waits_for_another(pa
     pair.cluster.note_owner("c", OwnerUse.high)
     pair.tick()
     assert pair.stages() == {Stage.pause}
-    pair.emit(STEP, Paused(step=1))
-    for node in "bc":
-        pair.exit(node, 0)
-    pair.tick()
-    pair.gone("b", "c")
-    pair.tick()
+    pair.save_and_leave()
     assert (pair.job().state, pair.job().retries_used) == (JobState.scheduled, 0)
     assert "c is in use by its owner" in pair.job().detail
     pair.cluster.note_owner("c", OwnerUse.low)
@@ -1075,7 +1059,7 @@ def test_a_cordoned_node_keeps_its_job_and_gets_no_other(pair: World) -> None:
     pair.add("next", nodes=2)
     pair.join("d")
     pair.tick()
-    assert {pair.orders(node)["a-1"].stage for node in "bc"} == {Stage.run}
+    assert pair.stages() == {Stage.run}
     assert "c is cordoned" in pair.job("next").detail
 
 
@@ -1085,7 +1069,7 @@ def test_an_agent_of_another_build_keeps_its_training_and_gets_no_other(pair: Wo
     pair.add("next", nodes=2)
     pair.join("d")
     pair.tick()
-    assert {pair.orders(node)["a-1"].stage for node in "bc"} == {Stage.run}
+    assert pair.stages() == {Stage.run}
     assert "c is of another build than the service: install the same one there" in pair.job("next").detail
     pair.join("c")
     pair.tick()
@@ -1124,11 +1108,8 @@ def test_events_of_a_task_that_was_ordered_to_stop_are_refused(pair: World) -> N
 
 @pytest.mark.parametrize(("device", "dtype"), [("cuda:0", "bf16"), ("cpu", "fp32")])
 def test_a_job_on_auto_trains_in_the_dtype_of_its_node_on_a_service_without_gpus(
-    tmp_path: Path, device: str, dtype: str
+    world: World, device: str, dtype: str
 ) -> None:
-    clock = FakeClock()
-    store = Store(tmp_path / "jobs.db", clock)
-    world = World(tmp_path, clock, store)
     label = {"zone": "b"}
     world.join("b", devices=(DeviceReport(name=device),), labels=label)
     world.add(nodes=1, device="auto", dtype="fp32", dtype_by_device=True, resources={"labels": label})
@@ -1136,17 +1117,14 @@ def test_a_job_on_auto_trains_in_the_dtype_of_its_node_on_a_service_without_gpus
     assert world.job().devices == (f"b/{device}",)
     assert world.orders("b")["a-1"].spec["job"]["compute"]["dtype"] == dtype
     assert resources(world.job())["effective_config"]["dtype"] == dtype
-    store.close()
 
 
-def test_all_attempts_of_a_job_on_auto_have_the_kind_of_device_of_the_first(tmp_path: Path) -> None:
-    clock = FakeClock()
-    store = Store(tmp_path / "jobs.db", clock)
-    world = World(tmp_path, clock, store)
+def test_all_attempts_of_a_job_on_auto_have_the_kind_of_device_of_the_first(world: World) -> None:
+    store = world.store
     world.add(nodes=1, device="auto", dtype="fp32", dtype_by_device=True)
     store.add_job(job_spec("home", device="auto"), "digest")
-    assert store.launch("a", 1, "cpu", tmp_path / "a")
-    assert store.launch("home", 1, "cpu", tmp_path / "home")
+    assert store.launch("a", 1, "cpu", world.root / "a")
+    assert store.launch("home", 1, "cpu", world.root / "home")
     for name in ("a", "home"):
         job = store.get(name)
         assert store.retry(job, Reason.rank_failed, "", 0.0)
@@ -1154,7 +1132,6 @@ def test_all_attempts_of_a_job_on_auto_have_the_kind_of_device_of_the_first(tmp_
     assert {job.job_uuid: job.device for job in store.queue()} == {"a": "cpu", "home": "auto"}
     world.tick()
     assert (world.job().devices, world.job().dtype) == (("cpu",), "fp32")
-    store.close()
 
 
 def test_events_of_an_attempt_that_was_replaced_are_refused(pair: World) -> None:

@@ -27,7 +27,6 @@ from llama_stack_provider_trl.specs.job import ResourcesSpec, ShardingSpec
 from tests.fakes import job_spec
 
 NOW = 10_000.0
-WHOLE = Demand(resources=ResourcesSpec()).text()
 
 
 def machine(name: str = "head", cpus: int = 4, **more: Any) -> Node:
@@ -97,11 +96,6 @@ def test_a_job_over_nodes_reserves_its_cores_on_each() -> None:
     assert place([job("a", 2, nodes=2, ranks=4)], [machine(joins=True), nodes[1]], [], NOW) == {
         "a": ("cpu:0", "cpu:1", "x/cpu:0", "x/cpu:1")
     }
-
-
-def test_priority_comes_before_age_for_cores_too() -> None:
-    jobs = [job("old", 3), job("urgent", 3, 2, priority=5)]
-    assert place(jobs, [machine()], [], NOW) == {"urgent": ("cpu:0", "cpu:1", "cpu:2")}
 
 
 @pytest.mark.parametrize("cores", [None, 4, 3])

@@ -69,7 +69,7 @@ def test_kubernetes_reads_every_object(path: Path) -> None:
             kubernetes_validate.validate(found, release, strict=True)
 
 
-def test_a_service_in_kubernetes_listens_where_its_service_sends(tmp_path: Path) -> None:
+def test_a_service_in_kubernetes_listens_where_its_service_sends() -> None:
     found = {one["kind"]: one for one in objects(DEPLOY / "kubernetes" / "service.yaml")}
     service, deployed = found["Service"], found["StatefulSet"]
     spec = deployed["spec"]["template"]["spec"]
@@ -85,7 +85,7 @@ def test_a_service_in_kubernetes_listens_where_its_service_sends(tmp_path: Path)
     assert "trl-service.training.svc.cluster.local" in given["TRL_SERVICE_ALLOWED_HOSTS"].split(",")
 
 
-def test_agents_in_kubernetes_leave_as_those_of_a_pool(capsys: pytest.CaptureFixture[str]) -> None:
+def test_agents_in_kubernetes_leave_as_those_of_a_pool() -> None:
     deployed = objects(DEPLOY / "kubernetes" / "agents.yaml")[-1]
     spec = deployed["spec"]["template"]["spec"]
     (container,) = spec["containers"]

@@ -15,25 +15,16 @@ from llama_stack_provider_trl.jobs.inputs import vocabularies
 from llama_stack_provider_trl.jobs.inputs.merges import bases_of
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.jobs.submission import keep_rows, submit
-from llama_stack_provider_trl.jobs.supervision.attempts import Attempts
 from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
-from llama_stack_provider_trl.launch.isolation import spec_paths
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.requests.untrained import evaluation_after
 from llama_stack_provider_trl.requests.work import EvaluateRequest, MergeRequest
 from llama_stack_provider_trl.specs.bases import BaseJob
-from llama_stack_provider_trl.specs.job import AttemptSpec, DatasetRef
+from llama_stack_provider_trl.specs.job import DatasetRef
 from llama_stack_provider_trl.specs.work import EvaluateSpec
-from llama_stack_provider_trl_remote.service.jobs.pipeline_steps import resolved, steps_of
 from tests.fakes import FakeLauncher, job_spec
-from tests.unit.further_models import LORA, add, model
-from tests.unit.further_models import store as store
-
-
-@pytest.fixture
-def settings(tmp_path: Path) -> Settings:
-    return Settings(data_dir=tmp_path / "data", devices=("cpu",))
+from tests.unit.based_jobs import LORA, add, model
 
 
 def request(*models: Any, **changes: Any) -> EvaluateRequest:
@@ -190,38 +181,6 @@ def test_files_of_tokenizers_of_another_form_are_left_to_the_evaluation() -> Non
     assert vocabularies._disputed(vocabularies._vocabulary(mixed), vocabularies._vocabulary(other)) is None
     endless = b'{"model": {"vocab": {}}, "added_tokens": [{"content": "a", "id": 1e999}]}'
     assert vocabularies._vocabulary(endless) == {}
-
-
-def test_an_ensemble_reads_all_its_members_and_starts_with_whole_checkpoints_only(tmp_path: Path) -> None:
-    members = [model(tmp_path, name, {}) for name in ("one", "two")]
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    (adapter / "adapter_config.json").write_text("{}")
-    given = [{"model": name, "weight": 0.5} for name in members]
-    given[1]["adapter"] = {
-        "model": str(adapter),
-        "use": "continue",
-        "made_by": {"job_uuid": "a", "checkpoint": "final"},
-    }
-    work = EvaluateSpec.model_validate({"members": given})
-    spec = job_spec("e", model=members[0], work=work)
-    read = spec_paths(AttemptSpec(job=spec, attempt=1, run_dir=tmp_path), [tmp_path / "data"]).read
-    assert {Path(name) for name in (*members, str(adapter))} <= set(read)
-    attempts = Attempts(None, None, tmp_path, None, None, None)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match=r"models='job:a/final'.*is damaged or gone"):
-        attempts.start(type("Job", (), {"spec": spec})(), None)  # type: ignore[arg-type]
-
-
-def test_a_pipeline_names_its_jobs_as_members() -> None:
-    data = {"n_epochs": 1, "data_config": {"dataset_id": "rows", "batch_size": 4}}
-    tune = {"model": "m", "training_config": data}
-    both = {"kind": "evaluate", "dataset_id": "rows", "models": [{"model": "job:a/final"}, {"model": "job:b"}]}
-    steps = steps_of({"jobs": {"both": both, "a": tune, "b": tune}})
-    assert [(step.name, step.after) for step in steps] == [("a", ()), ("b", ()), ("both", ("a", "b"))]
-    found = resolved(steps[2], "both-1", {"a": "a-1", "b": "b-2"})
-    assert found["models"] == [{"model": "job:a-1/final"}, {"model": "job:b-2"}]
-    with pytest.raises(InvalidRequest, match=r"jobs\.both\.models='job:b'"):
-        steps_of({"jobs": {"both": both, "a": tune}})
 
 
 def test_one_model_is_evaluated_as_before() -> None:

@@ -13,21 +13,10 @@ from llama_stack_provider_trl.jobs.inputs.of_methods import with_teacher
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
-from llama_stack_provider_trl.specs.job import ShardingSpec
 from llama_stack_provider_trl.specs.methods import DistillationSpec, UldSpec
 from tests.unit.based_jobs import request
 from tests.unit.teacher_requests import method_of, spec_of
-
-
-@pytest.fixture
-def settings(tmp_path: Path) -> Settings:
-    return Settings(
-        data_dir=tmp_path / "data",
-        devices=("cpu",),
-        sharding=ShardingSpec(strategy="NO_SHARD"),
-        max_ranks=2,
-        max_nodes=2,
-    )
+from tests.unit.teacher_requests import settings as settings
 
 
 def test_spans_are_compared_as_requested(settings: Settings) -> None:

@@ -6,7 +6,6 @@ import pytest
 
 from llama_stack_provider_trl.jobs.decisions.graph import Blocked, Decisions, Predecessor, cycle, decide
 from llama_stack_provider_trl.jobs.decisions.states import JobState
-from llama_stack_provider_trl.specs.events import Reason
 
 
 def after(name: str, state: JobState | None = JobState.scheduled, **more: object) -> Predecessor:
@@ -40,34 +39,6 @@ def test_the_reason_for_waiting_names_three_jobs_and_counts_the_others() -> None
 
 def test_a_reason_that_has_not_changed_is_not_written_again() -> None:
     assert decide([blocked("b", after("a"), detail="waits for job a (scheduled)")]) == Decisions((), (), ())
-
-
-def test_a_failure_fails_what_waits_for_it_and_what_waits_for_that() -> None:
-    chain = [
-        blocked("b", after("a", JobState.failed, reason=Reason.out_of_memory)),
-        blocked("c", after("b"), after("z")),
-        blocked("d", after("c"), cancel_with=True),
-    ]
-    assert ends(decide(chain)) == {
-        "b": ("failed", "job 'a', which it waited for, failed (out_of_memory)"),
-        "c": ("failed", "job 'b', which it waited for, failed (predecessor_failed)"),
-        "d": ("failed", "job 'c', which it waited for, failed (predecessor_failed)"),
-    }
-
-
-def test_a_cancel_fails_what_waits_unless_that_is_to_be_cancelled_with_it() -> None:
-    cancelled = after("a", JobState.cancelled)
-    chain = [
-        blocked("b", cancelled),
-        blocked("c", cancelled, cancel_with=True),
-        blocked("d", after("c"), cancel_with=True),
-        blocked("e", after("d")),
-    ]
-    assert {name: state for name, (state, _) in ends(decide(chain)).items()} == {
-        **{"b": "failed", "c": "cancelled"},
-        **{"d": "cancelled", "e": "failed"},
-    }
-    assert ends(decide(chain))["e"][1] == "job 'd', which it waited for, was cancelled"
 
 
 def test_a_job_that_was_deleted_fails_what_waits_for_it() -> None:

@@ -6,8 +6,6 @@ import asyncio
 import base64
 import json
 import threading
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +29,6 @@ from llama_stack_provider_trl_remote.service.serving.chats import Chats
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 
 GROWTH = Growth(mark="votes", most_rows=10, most_bytes=1 << 12)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with closing(Store(tmp_path / "jobs.sqlite3")) as store:
-        yield store
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,6 @@ from tests.fakes import FakeLauncher, job_spec
 
 DAY = 86400.0
 WEEK = 7 * DAY
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = Store(tmp_path / "jobs.db")
-    yield store
-    store.close()
 
 
 @pytest.fixture

@@ -13,8 +13,6 @@ from llama_stack_provider_trl_remote.nodes.identity import NodeError
 from llama_stack_provider_trl_remote.nodes.pools.inventory import Inventory, InventoryHost, read_inventory
 from tests.tiny import REPOSITORY
 
-KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGq0 gpu-a"
-
 
 def written(directory: Path, content: Any) -> Path:
     path = directory / "nodes.yaml"

@@ -33,12 +33,6 @@ INDEX, COUNT = "provider_options.shard.index", "provider_options.shard.count"
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with closing(Store(tmp_path / "jobs.sqlite3")) as store:
-        yield store
-
-
-@pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes that are free, which a test changes."""
     found = [1 << 40]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,37 +13,21 @@ import pytest
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, ServiceRefusal, ServiceUnreachable
 from llama_stack_provider_trl.jobs.inputs.merges import bases_of
 from llama_stack_provider_trl.jobs.store.store import Store
-from llama_stack_provider_trl.jobs.supervision.attempts import Attempts
-from llama_stack_provider_trl.launch.isolation import spec_paths
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.requests.work import EvaluateRequest
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.answer_rows import read_checked_rows
 from llama_stack_provider_trl.specs.bases import BaseJob
-from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec
 from llama_stack_provider_trl.specs.judging import default_template, filled, read_verdict
 from llama_stack_provider_trl.specs.model_source import AdapterSpec
 from llama_stack_provider_trl.specs.work import EvaluateSpec
 from llama_stack_provider_trl.system.files import put_rows
 from llama_stack_provider_trl_remote import answer_lines as lines_module
 from llama_stack_provider_trl_remote.answer_lines import answer_lines
-from llama_stack_provider_trl_remote.service.jobs.pipeline_steps import digest_of, resolved, steps_of
 from tests.fakes import job_spec
-from tests.unit.further_models import LORA, add, model
+from tests.unit.based_jobs import LORA, add
 
 JUDGE: dict[str, Any] = {"type": "judge", "model": "org/judge"}
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    made = Store(tmp_path / "jobs.sqlite3")
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def settings(tmp_path: Path) -> Settings:
-    return Settings(data_dir=tmp_path / "data", devices=("cpu",))
 
 
 def request(*checks: dict[str, Any], **changes: Any) -> EvaluateRequest:
@@ -218,16 +202,6 @@ def test_judges_are_what_a_model_would_be_and_their_jobs_come_before(
     store.add_job(spec.model_copy(update={"after": ("tuned", "adapted")}), "digest")
     assert store.chains.needed_checkpoints("adapted") == {"final"}
     assert store.chains.needed_checkpoints("tuned") == {"final"}
-    starts_with_whole_checkpoints_only(spec, tmp_path)
-    judged = request({**JUDGE, "model": "job:adapted"})
-    alone = job_spec("e", work=judged.work(found[1:2]))
-    starts_with_whole_checkpoints_only(alone, tmp_path)  # its own model is of no job
-
-
-def starts_with_whole_checkpoints_only(spec: JobSpec, root: Path) -> None:
-    attempts = Attempts(None, None, root, None, None, None)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match=r"(model|checks)=.*is damaged or gone"):
-        attempts.start(type("Job", (), {"spec": spec})(), None)  # type: ignore[arg-type]
 
 
 def test_a_judge_that_cannot_be_used_is_refused_under_its_field(store: Store, settings: Settings) -> None:
@@ -235,34 +209,6 @@ def test_a_judge_that_cannot_be_used_is_refused_under_its_field(store: Store, se
         with pytest.raises(InvalidRequest, match=rf"checks\.1\.model='{name}'.*{sentence}"):
             bases_of(request({"type": "json"}, {**JUDGE, "model": name}), settings, store)
     assert bases_of(request({"type": "json"}), settings, store) == []
-
-
-def test_a_job_sees_the_files_of_its_judges(tmp_path: Path) -> None:
-    judge = model(tmp_path, "judge", {})
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    (adapter / "adapter_config.json").write_text("{}")
-    body = request({**JUDGE, "model": judge})
-    work = body.work(bases_of(body, Settings(data_dir=tmp_path / "data", devices=("cpu",)), None))  # type: ignore[arg-type]
-    spec = job_spec("e", work=work, adapter=AdapterSpec(model=str(adapter), use="continue"))
-    read = spec_paths(AttemptSpec(job=spec, attempt=1, run_dir=tmp_path), [tmp_path / "data"]).read
-    assert {Path(judge), adapter} <= set(read)
-
-
-def test_a_pipeline_names_its_jobs_as_judges_and_its_names_follow_from_them() -> None:
-    data = {"n_epochs": 1, "data_config": {"dataset_id": "rows", "batch_size": 4}}
-    tune = {"model": "m", "training_config": data}
-    score = {"kind": "evaluate", "model": "m", "dataset_id": "rows", "checks": [{**JUDGE, "model": "job:a/final"}]}
-    then = {**tune, "provider_options": {"evaluate": {"dataset_id": "rows", "checks": score["checks"]}}}
-    steps = steps_of({"jobs": {"score": score, "a": tune, "then": then}})
-    assert [(step.name, step.after) for step in steps] == [("a", ()), ("score", ("a",)), ("then", ("a",))]
-    assert resolved(steps[1], "s", {"a": "a-1"})["checks"][0]["model"] == "job:a-1/final"
-    nested = resolved(steps[2], "t", {"a": "a-1"})["provider_options"]["evaluate"]
-    assert nested["checks"][0]["model"] == "job:a-1/final"
-    assert digest_of(steps[1], {"rows": 1}, {"a": "1"}) != digest_of(steps[1], {"rows": 1}, {"a": "2"})
-    for field, request_of in (("checks", score), ("provider_options.evaluate.checks", then)):
-        with pytest.raises(InvalidRequest, match=rf"jobs\.x\.{field}='job:a'"):
-            steps_of({"jobs": {"x": request_of, "b": tune}})
 
 
 def test_references_of_judges_are_texts_and_a_template_may_take_the_rows_own_answer(tmp_path: Path) -> None:

@@ -58,15 +58,13 @@ def paths(job: JobSpec, tmp_path: Path) -> PathMap:
     return found
 
 
-def test_the_job_that_makes_it_is_waited_for_and_kept(job: JobSpec, tmp_path: Path) -> None:
-    store = Store(tmp_path / "jobs.sqlite3")
+def test_the_job_that_makes_it_is_waited_for_and_kept(job: JobSpec, store: Store) -> None:
     store.add_job(job_spec("critic-1"), "digest")
     store.add_job(job, "digest")
     assert [job.job_uuid for job in store.queue()] == ["critic-1"]
     complete(store, "critic-1")
     with pytest.raises(JobConflict, match="job wait for it or use its checkpoint"):
         store.delete("critic-1")
-    store.close()
 
 
 def test_a_job_does_not_start_where_it_is_damaged(job: JobSpec, made: Path) -> None:

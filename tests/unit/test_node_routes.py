@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,29 +132,18 @@ class World:
     def authenticated(self, credential: str) -> Caller | None:
         return NodeCredentials(self.store)(credential)
 
-    def poll(self, name: str = "a", agent_id: str = "one", caller: Caller = JOINS) -> None:
-        body = Poll(boot_id="1", agent_id=agent_id, tasks=(), seen=-1)
-        asyncio.run(routes_agents.poll(self.polls, self.stopping, self.wake, caller, name, body))
+    def poll(self, name: str = "a", caller: Caller = JOINS, *, kept: Sequence[str] = (), **given: Any) -> Any:
+        """Returns the answer."""
+        body = Poll(**{"boot_id": "1", "agent_id": "one", "seen": -1, **given})
+        answer = asyncio.run(routes_agents.poll(self.polls, self.stopping, self.wake, caller, name, body, list(kept)))
+        return json.loads(bytes(answer.body))
 
-    def leave(self, name: str = "a") -> None:
-        body = Poll(boot_id="1", agent_id="one", leaving=True, seen=-1)
-        asyncio.run(routes_agents.poll(self.polls, self.stopping, self.wake, JOINS, name, body))
-
-    def report_load(self, cpu_percent: float, name: str = "a") -> None:
-        load = Load(
-            cpu_percent=cpu_percent, memory_used_bytes=1, disk_free_bytes=1, devices=(DeviceLoad(name="cuda:0"),)
-        )
-        body = Poll(boot_id="1", agent_id="one", load=load, seen=-1)
-        asyncio.run(routes_agents.poll(self.polls, self.stopping, self.wake, JOINS, name, body))
+    def report_load(self, cpu_percent: float) -> None:
+        gpu = DeviceLoad(name="cuda:0")
+        self.poll(load=Load(cpu_percent=cpu_percent, memory_used_bytes=1, disk_free_bytes=1, devices=(gpu,)))
 
     def load(self, name: str) -> dict[str, Any]:
         return dict(json.loads(bytes(asyncio.run(routes_nodes.node_load(self.listed, name)).body)))
-
-    def over(self, *kept: str) -> dict[str, Any]:
-        """The answer to a poll of a node that keeps files of these jobs."""
-        body = Poll(boot_id="1", agent_id="one", tasks=(), seen=-1)
-        answer = asyncio.run(routes_agents.poll(self.polls, self.stopping, self.wake, JOINS, "a", body, list(kept)))
-        return dict(json.loads(bytes(answer.body)))
 
     def remove(self, name: str = "a") -> None:
         asyncio.run(routes_nodes.remove(self.nodes, name))
@@ -183,18 +172,17 @@ def test_a_poll_that_names_jobs_learns_which_of_them_are_over(world: World) -> N
     world.join()
     for name in ("waits", "cancelled"):
         world.store.add_job(job_spec(name, checkpoint_dir=world.root / "checkpoints" / name), "digest")
-    assert world.over("waits", "cancelled")["over"] == []
+    assert world.poll(kept=["waits", "cancelled"])["over"] == []
     world.store.request_cancel("cancelled")
-    assert world.over("waits", "cancelled", "unknown")["over"] == ["cancelled"]
-    assert world.over()["over"] == []
+    assert world.poll(kept=["waits", "cancelled", "unknown"])["over"] == ["cancelled"]
+    assert world.poll()["over"] == []
 
 
 def test_the_owners_use_of_a_loaned_node_is_known_and_wakes_the_supervisor(world: World) -> None:
     world.join()
     world.woken.clear()
     for use in (OwnerUse.low, OwnerUse.low, OwnerUse.high, None):
-        body = Poll(boot_id="1", agent_id="one", owner=use, seen=-1)
-        asyncio.run(routes_agents.poll(world.polls, world.stopping, world.wake, JOINS, "a", body))
+        world.poll(owner=use)
     assert world.woken == [OwnerUse.low, OwnerUse.high, None]
 
 
@@ -207,8 +195,7 @@ def test_a_task_that_its_agent_has_ended_by_itself_is_gone_and_its_devices_are_f
         (Stage.stop, StageProgress.done, 0),
     ):
         report = TaskReport(task_id="job-1", stage=stage, progress=progress, error="the owner is back")
-        body = Poll(boot_id="1", agent_id="one", tasks=(report,), seen=-1)
-        asyncio.run(routes_agents.poll(world.polls, world.stopping, world.wake, JOINS, "a", body))
+        world.poll(tasks=(report,))
         assert len(world.store.tasks.of_node("a")) == left
 
 
@@ -218,8 +205,7 @@ def test_an_earlier_poll_that_arrives_late_replaces_nothing(world: World) -> Non
     world.give_task(order(Stage.run).model_dump_json())
 
     def poll(number: int, *tasks: TaskReport, run: str = "r", leaving: bool = False) -> None:
-        body = Poll(boot_id="1", agent_id="one", run=run, number=number, tasks=tasks, leaving=leaving, seen=-1)
-        asyncio.run(routes_agents.poll(world.polls, world.stopping, world.wake, JOINS, "a", body))
+        world.poll(run=run, number=number, tasks=tasks, leaving=leaving)
 
     def left() -> list[str | None]:
         return [task.report for task in world.store.tasks.of_node("a")]
@@ -243,10 +229,10 @@ def test_an_earlier_poll_that_arrives_late_replaces_nothing(world: World) -> Non
 def test_a_node_that_reports_that_its_machine_is_taken_away_is_drained(world: World) -> None:
     world.join("a")
     world.join("b")
-    world.leave("a")
+    world.poll("a", leaving=True)
     assert {record.name: record.mode for record in world.store.nodes.all()} == {"a": "draining", "b": "open"}
     world.store.nodes.set_mode("a", "cordoned")
-    world.leave("a")  # an operator's order stays
+    world.poll("a", leaving=True)  # an operator's order stays
     assert {record.name: record.mode for record in world.store.nodes.all()} == {"a": "cordoned", "b": "open"}
 
 
@@ -378,9 +364,8 @@ def test_nothing_stays_of_a_poll_whose_node_another_thread_removes(
     monkeypatch.setattr(world.presence, "note_call", note_after_the_removal)
     load = Load(cpu_percent=1.0, memory_used_bytes=1, disk_free_bytes=1)
     entries = LogEntries(run="a", number=1, lines=("joined",))
-    body = Poll(boot_id="1", agent_id="one", load=load, log=entries, owner=OwnerUse.low, seen=-1)
     with pytest.raises(Gone, match="was removed"):
-        asyncio.run(routes_agents.poll(world.polls, world.stopping, world.wake, JOINS, "a", body))
+        world.poll(load=load, log=entries, owner=OwnerUse.low)
     assert not world.presence.has_called("a")
     assert world.loads.last("a") is None
     assert "a" not in world.owners
@@ -493,9 +478,8 @@ def test_a_poll_that_waits_ends_when_another_agent_has_the_name(world: World, mo
 
     monkeypatch.setattr(routes_agents.asyncio, "sleep", meanwhile)
     revision = world.store.nodes.all()[0].revision
-    body = Poll(boot_id="1", agent_id="one", tasks=(), seen=revision)
     with pytest.raises(Conflict, match="has joined as another agent"):
-        asyncio.run(routes_agents.poll(world.polls, world.stopping, world.wake, used, "a", body))
+        world.poll(caller=used, seen=revision)
 
 
 def test_a_database_that_cannot_be_read_is_no_wrong_credential(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,12 +176,6 @@ def test_a_model_of_this_machine_is_sent_with_its_whole_path(
     assert jobs(service)[0][1]["model"] == str(tmp_path / "models" / "mine")
 
 
-def test_a_service_that_is_down_is_one_sentence(run: Run, rows: Path) -> None:
-    exit_status, output, errors = run("train", rows, "--model", "org/name", "--url", "http://127.0.0.1:1")
-    assert (exit_status, output, errors.count("\n")) == (1, "", 1)
-    assert "http://127.0.0.1:1 accepts no connection" in errors
-
-
 @pytest.mark.parametrize(("ending", "expected"), [("failed", 1), ("cancelled", 2)])
 def test_a_job_that_does_not_complete_is_one_sentence_and_nothing_is_pulled(
     run: Run, service: FakeService, rows: Path, tmp_path: Path, ending: str, expected: int

@@ -192,43 +192,6 @@ def test_models_that_grade_are_jobs_of_the_file(kind: str) -> None:
     assert sent["algorithm_config"]["rewards"][2] == reward("job:judge-1/final")
 
 
-@pytest.mark.parametrize("place_of", ["algorithm_config", "method"])
-def test_reward_models_are_jobs_of_the_file(place_of: str) -> None:
-    config = {"type": "grpo", "rewards": [{"model": "job:judge/final"}, {"check": {"type": "json"}}]}
-    fields = (
-        {"algorithm_config": config} if place_of == "algorithm_config" else {"provider_options": {"method": config}}
-    )
-    judge = job("pairs", algorithm_config={"type": "reward"})
-    pipeline = {"jobs": {"policy": job(**fields), "judge": judge}}
-    first, second = steps_of(pipeline)
-    assert (first.name, second.after) == ("judge", ("judge",))
-    sent = resolved(second, "policy-1", {"judge": "judge-1"})
-    found = sent["algorithm_config"] if place_of == "algorithm_config" else sent["provider_options"]["method"]
-    assert found["rewards"] == [{"model": "job:judge-1/final"}, {"check": {"type": "json"}}]
-    assert config["rewards"][0] == {"model": "job:judge/final"}
-    del pipeline["jobs"]["judge"]
-    with pytest.raises(InvalidRequest, match="the jobs of this file are policy"):
-        steps_of(pipeline)
-
-
-@pytest.mark.parametrize("place_of", ["algorithm_config", "method"])
-def test_a_teacher_is_a_job_of_the_file(place_of: str) -> None:
-    config = {"type": "distillation", "teacher": "job:large/final"}
-    fields = (
-        {"algorithm_config": config} if place_of == "algorithm_config" else {"provider_options": {"method": config}}
-    )
-    pipeline = {"jobs": {"small": job("prompts", **fields), "large": job("rows")}}
-    first, second = steps_of(pipeline)
-    assert (first.name, second.after) == ("large", ("large",))
-    sent = resolved(second, "small-1", {"large": "large-1"})
-    found = sent["algorithm_config"] if place_of == "algorithm_config" else sent["provider_options"]["method"]
-    assert found["teacher"] == "job:large-1/final"
-    assert config["teacher"] == "job:large/final"
-    del pipeline["jobs"]["large"]
-    with pytest.raises(InvalidRequest, match="the jobs of this file are small"):
-        steps_of(pipeline)
-
-
 def searched(path: str, values: Any) -> Json:
     return job(hyperparam_search_config={"method": "grid", "parameters": {path: values}})
 
@@ -258,6 +221,14 @@ def searched(path: str, values: Any) -> Json:
         ),
         (job(algorithm_config={"type": "grpo", "rewards": [{"model": "job:x"}]}), "algorithm_config.rewards"),
         (job(algorithm_config={"type": "distillation", "teacher": "job:x"}), "algorithm_config.teacher"),
+        (
+            job(provider_options={"method": {"type": "grpo", "rewards": [{"model": "job:x"}]}}),
+            "algorithm_config.rewards",
+        ),
+        (
+            job(provider_options={"method": {"type": "distillation", "teacher": "job:x"}}),
+            "algorithm_config.teacher",
+        ),
         (job(provider_options={"evaluate": {"dataset_id": "job:x"}}), "provider_options.evaluate.dataset_id"),
         (
             job(provider_options={"evaluate": {"dataset_id": "rows", "checks": [{"type": "judge", "model": "job:x"}]}}),

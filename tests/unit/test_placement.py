@@ -29,14 +29,6 @@ def why_waiting(job: Queued, holders: dict[str, str], devices: Sequence[str]) ->
     return why_waits(job, holders, [Node("", tuple(devices), head=True)])
 
 
-def test_the_oldest_job_gets_the_only_device() -> None:
-    assert choose(reversed(queue("cpu", "cpu")), [], ["cpu"]) == {"a": ("cpu",)}
-
-
-def test_a_device_that_is_taken_is_not_given_away() -> None:
-    assert choose(queue("cpu"), ["cpu"], ["cpu"]) == {}
-
-
 def test_jobs_that_leave_the_choice_to_us_spread_over_the_gpus() -> None:
     assert choose(queue("auto", "auto", "auto"), [], GPUS) == {"a": ("cuda:0",), "b": ("cuda:1",)}
 
@@ -51,11 +43,6 @@ def test_cuda_without_a_number_is_any_gpu() -> None:
 
 def test_a_job_that_waits_for_one_device_does_not_hold_up_another_device() -> None:
     assert choose(queue("cuda:0", "cuda:1"), ["cuda:0"], GPUS) == {"b": ("cuda:1",)}
-
-
-def test_priority_comes_before_age() -> None:
-    jobs = [Queued("old", "cpu", 1), Queued("urgent", "cpu", 2, priority=5)]
-    assert choose(jobs, [], ["cpu"]) == {"urgent": ("cpu",)}
 
 
 @pytest.mark.parametrize("wanted", ["cuda:7", "mps", "cuda"])

@@ -56,6 +56,11 @@ def run(service: FakeService, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     return command_line(service, monkeypatch, capsys)
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def test_help_names_every_command_and_needs_no_http_library() -> None:
     script = """
 import sys
@@ -75,9 +80,6 @@ finally:
     ("body", "words", "call"),
     [
         ({"finetuned_model": "m"}, (), "preference-optimize"),
-        ({"algorithm_config": {"type": "dpo"}}, (), "preference-optimize"),
-        ({"algorithm_config": {"beta": 0.1}}, (), "preference-optimize"),
-        ({"algorithm_config": {"type": "LoRA", "rank": 8}}, (), "supervised-fine-tune"),
         ({}, (), "supervised-fine-tune"),
         ({}, ("--algorithm", "dpo"), "preference-optimize"),
         ({"finetuned_model": "m"}, ("--algorithm", "sft"), "supervised-fine-tune"),
@@ -260,10 +262,6 @@ def test_watch_as_json_of_several_jobs_continues_each(run: Run, service: FakeSer
 
 
 def test_watch_draws_a_bar_on_a_terminal(run: Run, service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     service.jobs["job"] = [status("job", "in_progress", progress=progress(5)), status("job", "completed")]
     monkeypatch.setattr(sys, "stdout", terminal := Terminal())
     monkeypatch.setenv("COLUMNS", "80")
@@ -297,10 +295,6 @@ def test_several_jobs_are_watched_at_once_each_with_its_name(run: Run, service: 
 def test_watch_redraws_the_lines_of_several_jobs_on_a_terminal(
     run: Run, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     service.jobs["a"] = [status("a", "in_progress", progress=progress(5)), status("a", "completed")]
     service.jobs["b"] = [status("b"), status("b", "completed")]
     monkeypatch.setattr(sys, "stdout", terminal := Terminal())

@@ -62,11 +62,6 @@ PROMISED: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def settings(tmp_path: Path) -> Settings:
-    return Settings(data_dir=tmp_path / "data", devices=("cpu",))
-
-
 def sft(**changes: Any) -> SupervisedFineTuneRequest:
     body = {
         "job_uuid": "sft-1",

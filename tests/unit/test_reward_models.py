@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, JobConflict
-from llama_stack_provider_trl.jobs.decisions.demands import Demand
-from llama_stack_provider_trl.jobs.inputs.bases import check_checkpoints
 from llama_stack_provider_trl.jobs.inputs.of_methods import with_reward_models
 from llama_stack_provider_trl.jobs.store.store import Store
-from llama_stack_provider_trl.launch.isolation import spec_paths
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.bases import BaseJob
-from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec, ResourcesSpec, ShardingSpec
+from llama_stack_provider_trl.specs.job import JobSpec
 from llama_stack_provider_trl.specs.methods import RewardSpec
-from llama_stack_provider_trl.system.files import write_manifest
 from tests.unit.based_jobs import LORA, ROWS, add, complete, request
 
 REWARD = {"method": RewardSpec(), "max_seq_length": 512, "truncation_side": "left"}
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Any:
-    made = Store(tmp_path / "jobs.sqlite3")
-    yield made
-    made.close()
 
 
 @pytest.fixture
@@ -88,48 +76,3 @@ def test_jobs_without_a_reward_model_are_refused_by_name(
     assert why in str(refused.value)
     with pytest.raises(InvalidRequest, match="there is no such job here"):
         spec_of("job:judge", None, settings)  # a job that is run by hand has no other ones
-
-
-def test_a_training_that_is_isolated_sees_its_reward_models(store: Store, settings: Settings, tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    judge = add(store, "judge", tmp_path, **REWARD, model=str(base), lora=LORA)
-    own = judge.checkpoint_dir / "final"
-    for directory, name in ((base, "config.json"), (own, "adapter_config.json")):
-        directory.mkdir(parents=True)
-        (directory / name).write_text("{}")
-    spec = spec_of("job:judge", store, settings)
-    read = spec_paths(AttemptSpec(job=spec, attempt=1, run_dir=tmp_path), [tmp_path / "data"]).read
-    assert {base, own} <= set(read)
-
-
-@pytest.mark.parametrize("options", [{}, {"resources": {"cpus": 2}}])
-def test_a_job_with_a_reward_model_runs_on_any_machine(
-    store: Store, settings: Settings, tmp_path: Path, options: Any
-) -> None:
-    joined = settings.model_copy(update={"sharding": ShardingSpec(), "max_nodes": 4})
-    add(store, "judge", tmp_path, **REWARD)
-    spec = spec_of("job:judge", store, joined, **options)
-    assert spec.resources == ResourcesSpec(**options.get("resources", {}))
-    assert not Demand.of(spec).home
-    assert str(tmp_path / "out" / "judge" / "final") in [source.model for source in spec.models]
-
-
-def test_a_job_can_be_cancelled_with_the_job_of_its_reward_model_alone(
-    store: Store, settings: Settings, tmp_path: Path
-) -> None:
-    add(store, "judge", tmp_path, **REWARD)
-    spec = spec_of("job:judge", store, settings, cancel_with=True)
-    assert (spec.after, spec.cancel_with) == (("judge",), True)
-
-
-def test_a_job_whose_reward_model_is_damaged_does_not_start(store: Store, settings: Settings, tmp_path: Path) -> None:
-    judge = add(store, "judge", tmp_path, **REWARD)
-    spec = spec_of("job:judge/checkpoint-4", store, settings)
-    directory = judge.checkpoint_dir / "checkpoint-4"
-    directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps({}))
-    write_manifest(directory)
-    check_checkpoints(spec)
-    (directory / "config.json").write_text("")
-    with pytest.raises(InvalidRequest, match=r"checkpoint-4 is damaged or gone: train job 'judge' again"):
-        check_checkpoints(spec)

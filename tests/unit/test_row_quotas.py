@@ -53,12 +53,6 @@ def no_dataset(sha256: str) -> bool:
     return False
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with closing(Store(tmp_path / "jobs.sqlite3")) as store:
-        yield store
-
-
 def rows(tmp_path: Path, text: str = "x") -> Path:
     return put_rows(tmp_path / "datasets", [{"text": text}]).path
 
@@ -77,19 +71,6 @@ def test_rows_count_once_for_each_token_and_are_freed_with_their_last_dataset(st
     store.rows.note(path.stem, "b", 10, "three")
     assert store.rows.release("three", path, no_dataset)
     assert (store.rows.used("b"), path.exists()) == (0, False)
-
-
-def test_rows_of_a_job_count_until_they_are_removed(store: Store, tmp_path: Path) -> None:
-    path = rows(tmp_path)
-    spec = job_spec("a")
-    store.add_job(spec.changed(dataset=spec.data.dataset.model_copy(update={"sha256": path.stem})), "digest")
-    store.rows.note(path.stem, "a", 10, "one")
-    assert not store.rows.release("one", path, no_dataset)
-    assert (store.rows.used("a"), path.exists()) == (10, True)
-    store.request_cancel("a")
-    store.delete("a")
-    assert remove_unused_rows(path.parent, store, -1.0) == [path.stem]
-    assert store.rows.used("a") == 0
 
 
 def test_rows_that_a_job_reads_of_an_earlier_one_are_kept_until_it_has_ended(store: Store, tmp_path: Path) -> None:
@@ -277,16 +258,6 @@ def test_an_upload_that_announces_no_size_ends_at_the_quota(store: Store) -> Non
         upload()
     assert len(arrived) < 12
     quotas.require("a", 10 * MIB)
-
-
-def test_rows_that_were_refused_are_removed_unless_something_has_them(store: Store, tmp_path: Path) -> None:
-    path = rows(tmp_path)
-    store.rows.note(path.stem, "a", 10)
-    store.rows.discard(path, no_dataset)
-    assert path.exists()
-    store.rows.forget([path.stem])
-    store.rows.discard(path, no_dataset)
-    assert not path.exists()
 
 
 def registry_of(store: Store, tmp_path: Path, most: int = MIB) -> DatasetRegistry:

@@ -234,20 +234,6 @@ def test_a_search_of_which_no_trial_completed_fails_and_names_some() -> None:
     assert "s-trial-1 (failed), s-trial-2 (failed), s-trial-3 (failed) and 2 more" in ending.message
 
 
-def test_a_cancel_of_the_search_cancels_its_trials_and_then_ends_it() -> None:
-    trials = [trial(1, COMPLETED, (18, 0.5)), trial(2, RUNNING), trial(3, PAUSED, (2, 1.0)), trial(4, WAITING)]
-    decided = decide(search(), JobState.cancelling, trials)
-    assert (numbers(decided.cancel), decided.promoted, decided.resume, decided.ending) == ([2, 3, 4], (), (), None)
-    ended = decide(search(), JobState.cancelling, [one._replace(state=CANCELLED) for one in trials]).ending
-    assert ended is not None
-    assert (ended.state, ended.best) == (CANCELLED, None)
-
-
-def test_without_pruning_every_trial_is_trained_to_its_end() -> None:
-    trials = [trial(1, RUNNING, (2, 1.0), step=4), trial(2, COMPLETED, (18, 2.0))]
-    assert decide(search(None), RUNNING, trials) == SearchDecisions(detail="1 of 2 trials have ended")
-
-
 # --- whole searches ---------------------------------------------------------------------------------------------------
 
 

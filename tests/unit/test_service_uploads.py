@@ -286,12 +286,6 @@ def test_a_file_that_was_not_requested_is_not_taken(service: Service) -> None:
         service.send(written, "additional_chat_templates/a.jinja")
 
 
-@pytest.mark.parametrize("name", ["é" * 500, "..", "other", "checkpoint-x", ""])
-def test_a_file_outside_a_checkpoint_is_not_found(service: Service, name: str) -> None:
-    with pytest.raises(NotFound, match="is not the name of a checkpoint"):
-        asyncio.run(service.uploads.receive("a-1", "b", name, "dcp/model.bin", SHA256, 0, pieces(WEIGHTS)))
-
-
 def test_a_file_that_was_complete_when_the_service_stopped_is_finished_without_a_byte(service: Service) -> None:
     written = service.written()
     service.ask(written)

@@ -88,16 +88,29 @@ class World:
         assert self.state(name) is JobState.in_progress
         return f"{name}-1"
 
+    def finish(self, task_id: str, *before: Started) -> None:
+        """Let a training complete."""
+        self.launcher.emit(task_id, *before, FINISHED)
+        self.launcher.exit(task_id, 0)
+        self.tick()
+
+    def retry(self) -> None:
+        """Kill the first attempt of job a, and let the next one begin after its wait."""
+        self.launcher.exit("a-1", -9)
+        self.tick()
+        self.clock.advance(60)
+        self.tick()
+
+    def attempt(self, number: int) -> AttemptSpec:
+        """What an attempt of job a has to do."""
+        path = RunDir(self.root / "jobs" / "a" / "attempts" / str(number)).spec
+        return AttemptSpec.model_validate_json(path.read_text())
+
     def spoil_events(self, task_id: str) -> None:
         """Make the event file one that cannot be read."""
         events = RunDir(self.launcher.tasks[task_id].spec.run_dir).events
         events.unlink()
         events.mkdir()
-
-    def write_line(self, task_id: str, line: str) -> None:
-        """Append a line to the event file, whatever it is."""
-        with RunDir(self.launcher.tasks[task_id].spec.run_dir).events.open("a") as events:
-            events.write(f"{line}\n")
 
     def restart(self) -> None:
         """Another process takes over: nothing is left but the store, the run directories and the processes."""
@@ -174,34 +187,13 @@ def test_a_job_that_another_process_ends_during_a_pass_is_left_alone(
     assert "could not be handled" not in caplog.text
 
 
-def test_a_job_that_ends_between_two_polls_is_completed_all_the_same(world: World) -> None:
-    world.add("a")
-    world.tick()
-    world.launcher.emit("a-1", STARTED, FINISHED)
-    world.launcher.exit("a-1", 0)
-    world.tick()
-    assert world.state() is JobState.completed
-    assert world.job().started_at is not None
-
-
 def test_one_device_trains_one_job_at_a_time_oldest_first(world: World) -> None:
     world.add("a", "b", "c")
     world.tick()
     assert world.launcher.started == ["a-1"]
-    world.launcher.emit("a-1", STARTED, FINISHED)
-    world.launcher.exit("a-1", 0)
-    world.tick()
+    world.finish("a-1", STARTED)
     assert world.launcher.started == ["a-1", "b-1"]
     assert [world.state(name) for name in "abc"] == [JobState.completed, JobState.launching, JobState.scheduled]
-
-
-def test_a_waiting_job_reports_what_it_waits_for_until_it_starts(world: World) -> None:
-    world.add("a", "b")
-    world.tick()
-    assert world.job("b").detail == "waiting for cpu (held by a)"
-    world.launcher.exit("a-1", 1)
-    world.tick()
-    assert (world.state("b"), world.job("b").detail) == (JobState.launching, "")
 
 
 def test_a_device_that_another_process_holds_is_named_in_the_status(world: World) -> None:
@@ -340,9 +332,7 @@ def test_a_restarted_supervisor_resumes_a_running_training(world: World) -> None
     world.restart()
     world.tick()
     assert world.launcher.started == [task]
-    world.launcher.emit(task, FINISHED)
-    world.launcher.exit(task, 0)
-    world.tick()
+    world.finish(task)
     assert world.state() is JobState.completed
 
 
@@ -490,9 +480,7 @@ def test_a_process_without_descriptors_or_memory_gives_no_job_up(
             world.tick()
     assert (world.state(), world.launcher.tasks[task].cancels) == (JobState.in_progress, 0)
     assert caplog.text.count("no more of them") == 1
-    world.launcher.emit(task, FINISHED)
-    world.launcher.exit(task, 0)
-    world.tick()
+    world.finish(task)
     assert world.state() is JobState.completed
 
 
@@ -510,7 +498,7 @@ def test_a_job_that_cannot_be_started_for_want_of_descriptors_starts_later(world
 def test_a_checkpoint_that_cannot_be_opened_for_want_of_descriptors_stays_listed(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world.add("a", retries=1, checkpoint_dir=world.root / "checkpoints" / "out" / "a")
+    world.add("a", retries=1)
     world.tick()
     saved = save(world, "a-1", 2)
     world.launcher.exit("a-1", -9)
@@ -665,13 +653,12 @@ def run_out_of_memory(world: World, attempt: int, *events: object) -> None:
 
 def trained(world: World, attempt: int) -> tuple[int, int, int | None]:
     """batch_size, gradient_accumulation_steps and max_validation_steps of an attempt."""
-    path = RunDir(world.root / "jobs" / "a" / "attempts" / str(attempt)).spec
-    job = AttemptSpec.model_validate_json(path.read_text()).job
+    job = world.attempt(attempt).job
     return job.data.batch_size, job.train.gradient_accumulation_steps, job.data.max_validation_steps
 
 
 def test_a_job_that_runs_out_of_memory_continues_once_with_a_smaller_batch(world: World) -> None:
-    limits = {"oom_retry": True, "retries": 1, "checkpoint_dir": world.root / "checkpoints" / "out" / "a"}
+    limits = {"oom_retry": True, "retries": 1}
     world.add("a", batch_size=6, gradient_accumulation_steps=2, max_validation_steps=5, **limits)
     world.tick()
     saved = save(world, "a-1", 2)
@@ -779,8 +766,7 @@ def test_a_job_that_ran_out_of_memory_adds_in_a_fixed_order_within_what_any_job_
     change = "batch_size 2" if size == 4 else "no more than 512 MiB for attention's additions in a fixed order"
     assert f"the next ones train with {change}" in world.job().warnings[0]
     assert "which repeat up to rounding; oom_retry false forbids it" in world.job().warnings[0]
-    specs = [RunDir(world.root / "jobs" / "a" / "attempts" / str(number)).spec for number in (1, 2)]
-    assert [AttemptSpec.model_validate_json(path.read_text()).has_run_out for path in specs] == [False, True]
+    assert [world.attempt(number).has_run_out for number in (1, 2)] == [False, True]
 
 
 def test_a_failure_that_a_retry_cannot_fix_is_not_retried(world: World) -> None:
@@ -793,22 +779,19 @@ def test_a_failure_that_a_retry_cannot_fix_is_not_retried(world: World) -> None:
 
 
 def test_a_retry_continues_from_the_newest_whole_checkpoint(world: World) -> None:
-    world.add("a", retries=1, checkpoint_dir=world.root / "checkpoints" / "out" / "a")
+    world.add("a", retries=1)
     world.tick()
     good, damaged = save(world, "a-1", 2), save(world, "a-1", 4)
     (damaged / "weights").unlink()
-    world.launcher.exit("a-1", -9)
-    world.tick()
-    world.clock.advance(60)
-    world.tick()
-    spec = AttemptSpec.model_validate_json(RunDir(world.root / "jobs" / "a" / "attempts" / "2").spec.read_text())
+    world.retry()
+    spec = world.attempt(2)
     assert spec.resume_from == good
     assert [checkpoint.path for checkpoint in world.store.checkpoints("a")] == [good]
     assert str(damaged) in world.job().warnings[-1]
 
 
 def test_a_checkpoint_from_which_two_attempts_died_without_a_step_is_given_up_for_the_one_before(world: World) -> None:
-    world.add("a", retries=9, checkpoint_dir=world.root / "checkpoints" / "out" / "a")
+    world.add("a", retries=9)
     world.tick()
     older, newer = save(world, "a-1", 2), save(world, "a-1", 4)
     for attempt in (1, 2, 3):
@@ -821,14 +804,11 @@ def test_a_checkpoint_from_which_two_attempts_died_without_a_step_is_given_up_fo
 
 
 def test_an_attempt_has_older_checkpoints_to_fall_back_to_and_names_from_which_it_continued(world: World) -> None:
-    world.add("a", retries=1, checkpoint_dir=world.root / "checkpoints" / "out" / "a")
+    world.add("a", retries=1)
     world.tick()
     oldest, older, newest = (save(world, "a-1", step) for step in (2, 4, 6))
-    world.launcher.exit("a-1", -9)
-    world.tick()
-    world.clock.advance(60)
-    world.tick()
-    spec = AttemptSpec.model_validate_json(RunDir(world.root / "jobs" / "a" / "attempts" / "2").spec.read_text())
+    world.retry()
+    spec = world.attempt(2)
     assert spec.resume_candidates == (newest, older, oldest)
     prepared = Prepared(
         **{"total_steps": 8, "start_step": 4, "resumed_from": older, "num_rows": 1},
@@ -846,26 +826,20 @@ def test_an_attempt_has_older_checkpoints_to_fall_back_to_and_names_from_which_i
 def test_an_estimate_of_its_memory_does_not_refuse_a_job_that_has_trained_before(
     world: World, steps: int, then: str
 ) -> None:
-    world.add("a", retries=1, checkpoint_dir=world.root / "checkpoints" / "out" / "a")
+    world.add("a", retries=1)
     world.tick()
     points = [Progress(step=n + 1, epoch=0.1, metrics={}, peak_memory_bytes=1) for n in range(steps)]
     world.launcher.emit("a-1", STARTED, PREPARED, *points)
     world.tick()
-    world.launcher.exit("a-1", -9)
-    world.tick()
-    world.clock.advance(60)
-    world.tick()
-    first, second = (
-        AttemptSpec.model_validate_json(RunDir(world.root / "jobs" / "a" / "attempts" / str(attempt)).spec.read_text())
-        for attempt in (1, 2)
-    )
+    world.retry()
+    first, second = (world.attempt(number) for number in (1, 2))
     assert (first.job.preflight, second.job.preflight) == ("refuse", then)
 
 
 def test_a_job_that_begins_with_another_jobs_checkpoint_falls_back_to_it(world: World) -> None:
     given = world.root / "jobs" / "a" / "resume" / "checkpoint-9"
     begin = ResumeFrom(job_uuid="b", checkpoint=given.name, path=given)
-    world.add("a", retries=1, checkpoint_dir=world.root / "checkpoints" / "out" / "a", resume_from=begin)
+    world.add("a", retries=1, resume_from=begin)
     world.tick()
     attempt = world.store.attempts("a")[-1]
     assert (attempt.resume_from, attempt.start_step) == (given, 9)
@@ -876,21 +850,18 @@ def test_a_job_that_begins_with_another_jobs_checkpoint_falls_back_to_it(world: 
     given.mkdir(parents=True)
     write_manifest(given)
     world.tick()
-    spec = AttemptSpec.model_validate_json(RunDir(world.root / "jobs" / "a" / "attempts" / "2").spec.read_text())
+    spec = world.attempt(2)
     assert spec.resume_candidates == (own, given)
 
 
 def test_points_beyond_the_checkpoint_are_measured_again_and_count_once(world: World) -> None:
-    world.add("a", retries=1, checkpoint_dir=world.root / "checkpoints" / "out" / "a")
+    world.add("a", retries=1)
     world.tick()
     points = [Progress(step=n, epoch=0.1, metrics={"loss": 1.0}, peak_memory_bytes=1) for n in (1, 2, 3, 4)]
     world.launcher.emit("a-1", STARTED, *points)
     save(world, "a-1", 2)
-    world.launcher.exit("a-1", -9)
-    world.tick()
-    world.clock.advance(60)
-    world.tick()
-    prepared = Prepared(total_steps=8, start_step=2, num_rows=1, trainable_parameters=1, total_parameters=1)
+    world.retry()
+    prepared = PREPARED.model_copy(update={"start_step": 2})
     again = Progress(step=3, epoch=0.1, metrics={"loss": 7.0}, peak_memory_bytes=1)
     world.launcher.emit("a-2", STARTED, prepared, again)
     world.tick()
@@ -899,7 +870,7 @@ def test_points_beyond_the_checkpoint_are_measured_again_and_count_once(world: W
 
 
 def test_old_checkpoints_leave_the_list_and_the_disk_and_the_newest_stay(world: World) -> None:
-    world.add("a", keep_last=2, checkpoint_dir=world.root / "checkpoints" / "out" / "a")
+    world.add("a", keep_last=2)
     world.tick()
     paths = [save(world, "a-1", step) for step in (2, 4, 6)]
     assert [checkpoint.path for checkpoint in world.store.checkpoints("a")] == paths[1:]
@@ -909,7 +880,7 @@ def test_old_checkpoints_leave_the_list_and_the_disk_and_the_newest_stay(world: 
 def test_the_checkpoints_of_a_job_that_keeps_all_are_not_listed_for_each_new_one(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world.add("a", save_steps=2, checkpoint_dir=world.root / "checkpoints" / "out" / "a")
+    world.add("a", save_steps=2)
     world.tick()
     save(world, "a-1", 2)
     listed = Mock()
@@ -926,9 +897,7 @@ def test_the_checkpoints_of_a_job_that_keeps_all_are_not_listed_for_each_new_one
 def test_the_best_checkpoint_stays_beside_those_that_are_kept(
     world: World, changes: dict[str, Any], stay: list[int]
 ) -> None:
-    world.add(
-        "a", best_checkpoint="eval_loss", checkpoint_dir=world.root / "checkpoints" / "out" / "a", n_epochs=2, **changes
-    )
+    world.add("a", best_checkpoint="eval_loss", n_epochs=2, **changes)
     world.tick()
     world.launcher.emit("a-1", STARTED, Prepared(total_steps=8, num_rows=4, trainable_parameters=1, total_parameters=1))
     for step, loss in ((1, 3.0), (2, 1.0), (4, 2.0), (6, 1.0)):
@@ -945,7 +914,7 @@ def test_the_best_checkpoint_stays_beside_those_that_are_kept(
 
 
 def test_the_best_checkpoint_stays_while_a_better_one_is_being_written(world: World) -> None:
-    world.add("a", best_checkpoint="eval_loss", checkpoint_dir=world.root / "checkpoints" / "out" / "a", keep_last=1)
+    world.add("a", best_checkpoint="eval_loss", keep_last=1)
     world.tick()
     for step, loss in ((2, 1.0), (4, 2.0)):
         world.launcher.emit("a-1", Evaluated(step=step, epoch=1.0, metrics={"eval_loss": loss}))
@@ -958,7 +927,7 @@ def test_the_best_checkpoint_stays_while_a_better_one_is_being_written(world: Wo
 
 
 def test_without_options_a_checkpoint_from_within_an_epoch_stays_until_there_is_a_newer_one(world: World) -> None:
-    world.add("a", n_epochs=2, checkpoint_dir=world.root / "checkpoints" / "out" / "a")
+    world.add("a", n_epochs=2)
     world.tick()
     prepared = Prepared(total_steps=8, num_rows=4, trainable_parameters=1, total_parameters=1)
     world.launcher.emit("a-1", STARTED, prepared)
@@ -1127,9 +1096,7 @@ def test_a_poll_at_which_nothing_has_changed_decides_nothing(world: World, monke
     world.add("c", priority=1)
     world.tick()
     assert world.job("c").detail == "waiting for cpu (held by a)"
-    world.launcher.emit(task, FINISHED)
-    world.launcher.exit(task, 0)
-    world.tick()
+    world.finish(task)
     assert world.state("c") is JobState.launching
 
 
@@ -1150,8 +1117,6 @@ def test_of_many_that_wait_each_names_its_holder(world: World) -> None:
     world.tick()
     assert {world.job(name).detail for name in "bc"} == {"waiting for cpu (held by a)"}
     assert "which this node does not have" in world.job("d").detail
-    world.launcher.emit(task, FINISHED)
-    world.launcher.exit(task, 0)
-    world.tick()
+    world.finish(task)
     assert (world.state("b"), world.job("b").detail) == (JobState.launching, "")
     assert world.job("c").detail == "waiting for cpu (held by b)"
