@@ -16,7 +16,7 @@ from ..specs.exports import HUB_TOKEN, HUB_TOKEN_FILE
 from ..system import malloc
 from ..system.files import RunDir
 from ..system.fork import THREADS
-from ..system.process import RUN_DIR_MARK, TASK_MARK, child_environment, usable_cpus
+from ..system.process import RUN_DIR_MARK, TASK_MARK, VLLM_GPUS, child_environment, usable_cpus
 from ..system.token_file import read_token
 from .base import TaskSpec
 from .devices import CORE
@@ -171,15 +171,21 @@ def _threads(ranks: int) -> int:
 
 
 def visible_gpus(task: TaskSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    """Make the task's own GPUs the only visible ones: Trainer would use all that it sees, and FSDP2 would shard the
-    model of a CPU task over them. Raises OSError: the task has several ranks on MIG slices."""
+    """Make the GPUs of the task's ranks the only visible ones: Trainer would use all that it sees, and FSDP2 would
+    shard the model of a CPU task over them. Those beyond one for each rank are its vLLM's. Raises OSError: the task has
+    several MIG slices."""
     own = [device for device in task.devices if device.startswith("cuda:")]
     gpus = [visible_entry(device, environ) for device in own]
     if len(own) > 1 and any(is_slice(device, environ) for device in own):
         raise OSError(f"{', '.join(gpus)}: {NO_GANG}; submit the job with nproc_per_node 1")
     # Numbered as the driver does it: the GPU that trains is then the one whose UUID is locked.
     order = environ.get("CUDA_DEVICE_ORDER", PCI_ORDER)
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus), **({"CUDA_DEVICE_ORDER": order} if gpus else {})}
+    of_vllm = gpus[task.ranks :]
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus[: task.ranks]),
+        **({"CUDA_DEVICE_ORDER": order} if gpus else {}),
+        **({VLLM_GPUS: ",".join(of_vllm)} if of_vllm else {}),
+    }
 
 
 def lock_name(device: str, environ: Mapping[str, str]) -> str:

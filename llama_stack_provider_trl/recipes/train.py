@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
             with quick_imports():
                 run = _import_task(attempt)
             with packages_found_once():
-                run(attempt, events if _rank() == 0 else NullEventWriter())
+                run(attempt, events if _rank() == 0 else NullEventWriter(events))
     except BaseException as error:
         _report(error, attempt, run_dir, events)
         return 1

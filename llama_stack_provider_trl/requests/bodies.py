@@ -222,13 +222,13 @@ class GRPOConfig(_Body):
     use_vllm: bool | None = None
     """Have vLLM compute the answers, where the operator has set `vllm_python`. Default false: transformers."""
     vllm_gpu_memory_utilization: float | None = Field(None, gt=0, lt=1)
-    """Share of a GPU's memory that vLLM takes while it answers. Default 0.3."""
+    """Share of a GPU's memory that vLLM takes while it answers. Default 0.3, and 0.9 with vllm_mode server."""
     vllm_sync: str | None = None
     """What vLLM gets in each optimizer step: adapter, or weights (all, merged). Default adapter where it can add it."""
     vllm_mode: str | None = None
-    """Where vLLM runs: colocate only, on the devices that train."""
+    """Where vLLM runs: colocate, on the devices that train, or server, on devices of its own. Default colocate."""
     vllm_tensor_parallel_size: int | None = Field(None, ge=1)
-    """Devices of one vLLM: 1 only."""
+    """Devices of one vLLM, which divide its weights. With colocate it divides the ranks. Default 1."""
     vllm_importance_sampling_correction: bool | None = None
     """Correct the loss for the difference between vLLM's log-probabilities and those of training. Default true."""
     vllm_importance_sampling_mode: str | None = None

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from ..errors import InvalidRequest
 from ..specs.adapters import LoraSpec
-from ..specs.methods import MethodSpec, VllmCorrection, VllmSpec, VllmSync
+from ..specs.methods import MethodSpec, VllmCorrection, VllmMode, VllmSpec, VllmSync
 from ..specs.work import Work
 from .bodies import GRPOConfig
 from .choices import nearest_choice
@@ -32,12 +32,13 @@ _FIELDS = (
 )
 """A request has them with `vllm_` before."""
 _OF_THE_CORRECTION = _FIELDS[-3:]
-_ONE_EACH = "each rank has a vLLM of its own on its own device, which holds the whole model"
-_ONLY: dict[str, tuple[object, str]] = {
-    "mode": ("colocate", f"{_ONE_EACH}; a vLLM on devices that do not train is not supported: send 'colocate'"),
-    "tensor_parallel_size": (1, f"{_ONE_EACH}; one vLLM over several devices is not supported: send 1"),
+_SHARE_OF_A_SERVER = 0.9
+"""Of the memory of a GPU that vLLM has for itself: what vLLM leaves free is for the weights as they arrive."""
+_CHOICES: dict[str, Any] = {
+    "sync": VllmSync,
+    "mode": VllmMode,
+    "importance_sampling_mode": VllmCorrection,
 }
-"""Fields of TRL with the one value that has a meaning here."""
 
 
 def is_answered_by_vllm(work: Work | None) -> bool:
@@ -74,23 +75,19 @@ def resolve_vllm(config: GRPOConfig, options: ProviderOptions, where: str) -> Vl
     if options.resources is not None:
         hint = "vLLM answers on the service's machine only: leave it out, or leave use_vllm out"
         raise InvalidRequest("provider_options.resources", options.resources.model_dump(exclude_unset=True), hint)
-    for name, (only, hint) in _ONLY.items():
-        if given.pop(name, only) != only:
-            raise InvalidRequest(f"{where}.vllm_{name}", getattr(config, f"vllm_{name}"), f"{hint}, or leave it out")
-    if (sync := given.get("sync")) is not None and sync not in get_args(VllmSync):
-        raise InvalidRequest(f"{where}.vllm_sync", sync, nearest_choice(sync, get_args(VllmSync)))
+    for name, choices in _CHOICES.items():
+        if (value := given.get(name)) is not None and value not in get_args(choices):
+            raise InvalidRequest(f"{where}.vllm_{name}", value, nearest_choice(value, get_args(choices)))
     if options.device == "cpu" and "gpu_memory_utilization" in given:
         hint = "it is a share of a GPU's memory, and the device is cpu: leave it out"
         raise InvalidRequest(f"{where}.vllm_gpu_memory_utilization", given["gpu_memory_utilization"], hint)
-    mode = config.vllm_importance_sampling_mode
-    if mode is not None and mode not in get_args(VllmCorrection):
-        hint = nearest_choice(mode, get_args(VllmCorrection))
-        raise InvalidRequest(f"{where}.vllm_importance_sampling_mode", mode, hint)
     if config.vllm_importance_sampling_correction is False:
         for name in _OF_THE_CORRECTION:
             if name in given:
                 hint = "it has no effect without vllm_importance_sampling_correction: leave one of them out"
                 raise InvalidRequest(f"{where}.vllm_{name}", given[name], hint)
+    if given.get("mode") == "server":
+        given.setdefault("gpu_memory_utilization", _SHARE_OF_A_SERVER)
     found = VllmSpec(**given)
     least = found.importance_sampling_clip_min
     if least is not None and least >= found.importance_sampling_clip_max:
@@ -111,22 +108,46 @@ def with_vllm(method: MethodSpec, settings: Settings, where: str) -> MethodSpec:
     return method.model_copy(update={"vllm": vllm})
 
 
-def resolve_vllm_sync(fields: Mapping[str, Any], options: ProviderOptions, settings: Settings) -> dict[str, Any]:
+def resolve_vllm_in_job(fields: Mapping[str, Any], options: ProviderOptions, settings: Settings) -> dict[str, Any]:
     """The method with what vLLM gets in each optimizer step, by a job's resolved fields: its adapter, where the request
-    leaves it open and vLLM can add that. Raises InvalidRequest: it cannot."""
+    leaves it open and vLLM can add that. Raises InvalidRequest: it cannot, or the job has no devices for vLLM."""
     method: MethodSpec = fields["method"]
     if (vllm := method.answered_by_vllm) is None:
         return {}
+    where = "algorithm_config" if options.method is None else "provider_options.method"
+    kind = (settings.devices[0] if fields["device"] == "auto" else fields["device"]).partition(":")[0]
+    _check_devices(vllm, fields, kind, settings, where)
     requested = vllm.sync if "sync" in vllm.model_fields_set else None
-    why_not = _why_merged(fields["lora"], fields["dtype"], fields["device"], settings)
+    why_not = _why_merged(fields["lora"], fields["dtype"], kind)
     if why_not and requested == "adapter":
-        where = "algorithm_config" if options.method is None else "provider_options.method"
         raise InvalidRequest(f"{where}.vllm_sync", requested, f"{why_not}: send 'weights', or leave it out")
     sync: VllmSync = requested or ("weights" if why_not else "adapter")
     return {"method": method.model_copy(update={"vllm": vllm.model_copy(update={"sync": sync})})}
 
 
-def _why_merged(lora: LoraSpec | None, dtype: str, device: str, settings: Settings) -> str:
+def _check_devices(vllm: VllmSpec, fields: Mapping[str, Any], kind: str, settings: Settings, where: str) -> None:
+    """Refuse a vLLM that the devices of a job, or of this machine, cannot be divided for. Raises InvalidRequest."""
+    size, ranks, most = vllm.tensor_parallel_size, fields["ranks"], settings.max_ranks
+    field = f"{where}.vllm_tensor_parallel_size"
+    if vllm.mode == "colocate" and ranks % size:
+        hint = f"it divides the ranks of a job, and this one has {ranks}: set nproc_per_node to a multiple of {size}, "
+        raise InvalidRequest(field, size, f"{hint}or vllm_mode 'server', with devices of its own")
+    if vllm.mode != "server":
+        return
+    if kind != "cuda":
+        # Its processes have the CPU together with those of the ranks.
+        if size > most:
+            raise InvalidRequest(field, size, f"this machine has CPU cores for {most} processes: send at most that")
+        return
+    if ":" in fields["device"]:
+        hint = f"the job trains on {fields['device']}, and vLLM needs a GPU beside it: leave the option device out"
+        raise InvalidRequest(f"{where}.vllm_mode", vllm.mode, hint)
+    if ranks + size > most:
+        hint = f"{ranks} for nproc_per_node and {size} for vLLM are {ranks + size} GPUs, and a job may take {most} here"
+        raise InvalidRequest(f"{where}.vllm_mode", vllm.mode, f"{hint}: set nproc_per_node to fewer, or 'colocate'")
+
+
+def _why_merged(lora: LoraSpec | None, dtype: str, kind: str) -> str:
     """Why vLLM cannot add an adapter to the base model that it has; empty: it can (its PEFTHelper.validate_legal and
     the assertions of lora_shrink_op.py, release 0.32.0)."""
     if lora is None:
@@ -137,7 +158,6 @@ def _why_merged(lora: LoraSpec | None, dtype: str, device: str, settings: Settin
         return "vLLM adds no adapters with use_dora"
     if lora.rank > _MOST_RANK:
         return f"vLLM adds adapters of rank {_MOST_RANK} at most, and the job's has {lora.rank}"
-    kind = (settings.devices[0] if device == "auto" else device).partition(":")[0]
     return "vLLM adds no adapters in fp32 on a GPU" if dtype == "fp32" and kind == "cuda" else ""
 
 

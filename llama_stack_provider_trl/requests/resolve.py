@@ -17,7 +17,7 @@ from .averaging import resolve_averaging
 from .bases import NamedJob, model_of, resolve_trained
 from .checks import refuse_infinite, refuse_unknown, refuse_unsupported
 from .data import DATASET_ID, resolve_data, resolve_data_config, resolve_shard, resolve_train_share
-from .engines import resolve_vllm_sync
+from .engines import resolve_vllm_in_job
 from .lifecycle import resolve_lifecycle
 from .method import jobs_named_by, resolve_method
 from .mixture import NamedDataset, resolve_datasets, with_margins, with_rows
@@ -110,7 +110,7 @@ def resolve(
     fields |= resolve_context_parallel(options, settings, fields)
     check_step(fields)
     check_answers(fields, data)
-    fields |= resolve_vllm_sync(fields, options, settings)
+    fields |= resolve_vllm_in_job(fields, options, settings)
     share, shard = resolve_train_share(data), resolve_shard(options)
     datasets = resolve_datasets(data, options, algorithm)
     names = options.row_names

@@ -546,21 +546,33 @@ class EventWriter:
         """Record progress without an event."""
         os.utime(self._fd)
 
+    def heartbeat_of_child(self) -> None:
+        """Record progress of a child process, for which this one waits."""
+        self.heartbeat()
+
     def close(self) -> None:
         os.close(self._fd)
 
 
 class NullEventWriter(EventWriter):
-    """Writes nothing: the event writer of every rank but the first, whose events are those of all."""
+    """Writes nothing: the event writer of every rank but the first, whose events are those of all.
 
-    def __init__(self) -> None:
-        """Open nothing."""
+    Args:
+        events: gets the heartbeats of children: the first rank, which waits for this one, has none then.
+    """
+
+    def __init__(self, events: EventWriter | None = None) -> None:
+        self._events = events
 
     def write(self, event: BaseModel, *, durable: bool = False) -> None:
         """Discard the event."""
 
     def heartbeat(self) -> None:
         """Do nothing."""
+
+    def heartbeat_of_child(self) -> None:
+        if self._events is not None:
+            self._events.heartbeat()
 
     def close(self) -> None:
         """Do nothing."""

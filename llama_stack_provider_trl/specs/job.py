@@ -585,6 +585,12 @@ class JobSpec(Frozen):
         return self.ranks // self.nodes
 
     @property
+    def devices_of_vllm(self) -> int:
+        """Devices that the job takes beside those of its ranks: its vLLM has them for itself."""
+        vllm = self.method.answered_by_vllm
+        return 0 if vllm is None else vllm.own_devices
+
+    @property
     def is_sharded(self) -> bool:
         """Whether the ranks shard the model, rather than being one process or DDP."""
         return self.ranks > 1 and self.sharding is not None and self.sharding.strategy != "NO_SHARD"

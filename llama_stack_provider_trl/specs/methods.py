@@ -33,6 +33,7 @@ KtoLoss = Literal["kto", "apo_zero_unpaired"]
 GrpoLoss = Literal["grpo", "dapo"]
 VllmCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 VllmSync = Literal["adapter", "weights"]
+VllmMode = Literal["colocate", "server"]
 RewardScale = Literal["group", "batch", "none"]
 
 
@@ -209,6 +210,11 @@ class VllmSpec(Frozen):
 
     python: Path | None = None
     """The interpreter that has it; None: it is not known yet."""
+    mode: VllmMode = "colocate"
+    """colocate: on the devices that train, and as many vLLMs as there are devices for. server: one on devices of its
+    own, which answers for all ranks."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """Devices of one vLLM, which divide its weights."""
     gpu_memory_utilization: float = Field(0.3, gt=0, lt=1)
     """Share of a GPU's memory that it takes while it answers, its weights included."""
     sync: VllmSync = "weights"
@@ -221,6 +227,15 @@ class VllmSpec(Frozen):
     importance_sampling_clip_max: float = Field(3.0, gt=0)
     importance_sampling_clip_min: float | None = Field(None, ge=0)
     """None: no lower bound."""
+
+    @property
+    def own_devices(self) -> int:
+        """Devices that no rank trains on."""
+        return self.tensor_parallel_size if self.mode == "server" else 0
+
+    def ranks_of_one(self, ranks: int) -> int:
+        """How many of a job's ranks a vLLM answers for."""
+        return ranks if self.mode == "server" else self.tensor_parallel_size
 
 
 class GrpoSpec(MethodParameters):

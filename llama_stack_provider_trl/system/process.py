@@ -28,6 +28,8 @@ TASK_MARK = "TRL_TASK_ID"
 RUN_DIR_MARK = "TRL_RUN_DIR"
 """Environment variables that every process of a task carries. Both together name a task: two data directories on one
 machine may hold jobs of the same name."""
+VLLM_GPUS = "TRL_VLLM_GPUS"
+"""Environment variable with the GPUs, as in CUDA_VISIBLE_DEVICES, that the vLLM of a task has for itself."""
 
 _LINUX = sys.platform == "linux"
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
@@ -274,9 +276,18 @@ def _share_of_own_pages(pid: int) -> int | None:
 
 def work_done(pid: int | None = None) -> tuple[float, int]:
     """CPU seconds that a process has used so far, and bytes that it has read and written (0 on macOS). None: this one;
-    of one that has ended, (0, 0)."""
+    a child is counted with its own children; of one that has ended, (0, 0)."""
     try:
         process = psutil.Process(pid)
+        family = [process] if pid is None else [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return 0.0, 0
+    seconds, moved = zip(*map(_work_of, family), strict=True)
+    return sum(seconds), sum(moved)
+
+
+def _work_of(process: psutil.Process) -> tuple[float, int]:
+    try:
         times = process.cpu_times()
     except psutil.NoSuchProcess:
         return 0.0, 0

@@ -144,7 +144,6 @@ GRPO: Json = {
 VLLM: Json = {
     "gpu_memory_utilization": 0.5,
     "mode": "server",
-    "tensor_parallel_size": 2,
     "importance_sampling_correction": False,
     "importance_sampling_mode": "token_truncate",
     "importance_sampling_clip_max": 2.0,
@@ -239,6 +238,13 @@ ASKS: dict[str, Try] = {
         )
         for name, value in VLLM.items()
     },
+    "algorithm_config.vllm_tensor_parallel_size": Try(
+        2,
+        "dpo",
+        around={
+            "algorithm_config": {"type": "grpo", "rewards": [IS_JSON], "use_vllm": True, "vllm_mode": "server"},
+        },
+    ),
     "algorithm_config.vllm_sync": Try(
         "weights",
         "dpo",
@@ -307,7 +313,7 @@ ALSO_REFUSED: list[tuple[str, Try]] = [
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     monkeypatch.setattr("llama_stack_provider_trl.requests.trackers.find_spec", lambda name: name)  # installed or not
     trackers = TrackerSettings.model_validate({"tensorboard": {}})
-    here = {"devices": ("cpu", "cuda:1"), "vllm_python": tmp_path / "python"}
+    here = {"devices": ("cpu", "cuda:1"), "vllm_python": tmp_path / "python", "max_ranks": 2}
     return Settings(data_dir=tmp_path, trackers=trackers, **here)
 
 
@@ -397,8 +403,6 @@ NO_BOOLEANS = {
     "lmbda",  # 0 asks for no answers of the model's own
     "uld_token_merge_strategy",
     "uld_crossentropy_weight",
-    "vllm_mode",
-    "vllm_tensor_parallel_size",
 }
 """Texts and numbers."""
 NOTHING = [

@@ -105,9 +105,15 @@ def of_steps(server: VllmService, job_uuid: str, name: str) -> list[float]:
     return [value for _, value in sorted({point.step: float(point.metrics[name] or 0) for point in points}.items())]
 
 
-@pytest.mark.parametrize(("adapters", "ranks"), [(True, 2), *in_full((False, 1), (True, 1))])
+OF_ITS_OWN = {"vllm_mode": "server", "vllm_tensor_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("adapters", "ranks", "place"),
+    [(True, 2, OF_ITS_OWN), *in_full((False, 1, {}), (True, 1, {}), (True, 2, {}), (False, 1, OF_ITS_OWN))],
+)
 def test_grpo_has_the_same_weights_whatever_was_killed_in_between(
-    server: VllmService, tmp_path: Path, adapters: bool, ranks: int
+    server: VllmService, tmp_path: Path, adapters: bool, ranks: int, place: Json
 ) -> None:
     """The trainer dies when vLLM has answered its seventh step: it resumes after the fourth. Where every weight is
     trained, the head is that of the embeddings, of which vLLM has a packed copy; an adapter is sent alone."""
@@ -115,10 +121,10 @@ def test_grpo_has_the_same_weights_whatever_was_killed_in_between(
     options = {"retries": 2, "nproc_per_node": ranks, **({"lora": LORA} if adapters else {})}
     found = {}
     for name in ("left", "killed"):
-        job_uuid = f"grpo-{name}-{adapters}-{ranks}"
+        job_uuid = f"grpo-{name}-{adapters}-{ranks}-{len(place)}"
         if name == "killed":
             server.arm("answered-7", "kill")
-        server.submit(DPO, grpo(job_uuid, model, epochs=2 * ranks, num_generations=4), options=options)
+        server.submit(DPO, grpo(job_uuid, model, epochs=2 * ranks, num_generations=4, **place), options=options)
         server.wait(job_uuid, "completed", timeout=server.patience)
         config = server.status(job_uuid)["resources_allocated"]["effective_config"]
         assert config["method"]["vllm"]["sync"] == ("adapter" if adapters else "weights")

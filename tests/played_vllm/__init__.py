@@ -24,11 +24,13 @@ def played_vllm(directory: Path, *, torch: bool = False) -> Path:
     """Write the interpreter; returns its path.
 
     Args:
+        directory: has `plays.json`, too.
         torch: it has torch itself; else something that takes its place, too.
     """
     here = Path(__file__).parent
     modules = str(here) if torch else f"{here / 'without_torch'}:{here}"
     program = directory / ("python-with-vllm-and-torch" if torch else "python-with-vllm")
-    program.write_text(f'#!/bin/sh\nPYTHONPATH="{modules}" exec "{sys.executable}" "$@"\n')
+    # Ranks that were forked before a test have no variable of it.
+    program.write_text(f'#!/bin/sh\nTRL_FAULTS="{directory}" PYTHONPATH="{modules}" exec "{sys.executable}" "$@"\n')
     program.chmod(0o755)
     return program

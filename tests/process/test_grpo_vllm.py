@@ -27,7 +27,7 @@ from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes.memory.estimate import estimate
 from llama_stack_provider_trl.recipes.memory.trace import Batch
 from llama_stack_provider_trl.recipes.memory.trace_cache import trace
-from llama_stack_provider_trl.recipes.model.vllm_process import PROGRAM
+from llama_stack_provider_trl.recipes.model.vllm_process import PROGRAM, VllmProcess
 from llama_stack_provider_trl.recipes.trainer import vllm_policy
 from llama_stack_provider_trl.recipes.trainer.grpo import GrpoRecipe
 from llama_stack_provider_trl.recipes.trainer.vllm_policy import ScoredAnswer, VllmPolicy
@@ -36,7 +36,7 @@ from llama_stack_provider_trl.specs.events import Failed, NullEventWriter, Progr
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec
 from llama_stack_provider_trl.specs.methods import GrpoSpec, VllmSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
-from llama_stack_provider_trl.system.process import alive, identify
+from llama_stack_provider_trl.system.process import VLLM_GPUS, alive, identify
 from tests.played_vllm import REAL, played_vllm, saved
 from tests.process.grpo_jobs import DIGITS, LETTER, MORE, ROWS, STEPS, given_answers, metric, spec_of, trl_history
 from tests.process.waiting import until
@@ -259,6 +259,7 @@ def test_a_job_that_continues_has_the_answers_and_weights_of_an_undisturbed_one(
         ),
         ({"answer": "device-side assert"}, Reason.rank_failed, "vLLM: ValueError: device-side assert"),
         ({"kill": "answer"}, Reason.out_of_memory, "vLLM was killed while it answered"),
+        ({"kill worker": "load"}, Reason.out_of_memory, "one of its processes was killed, .* Lower max_seq_length"),
     ],
 )
 def test_vllm_that_fails_fails_the_job_with_one_sentence(
@@ -297,6 +298,26 @@ def test_on_a_gpu_vllm_sleeps_between_its_answers_and_gets_new_weights_when_it_w
             next(weight for weight in model.parameters() if weight.requires_grad).add_(1)
         found.append(vllm.answer([[5, 6], [7]], seeds, [2], lambda: None))
     assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize(("is_own", "gpus"), [(False, "5,6"), (True, "7,8")])
+def test_a_vllm_over_several_gpus_sees_those_of_its_ranks_or_its_own(
+    tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch, is_own: bool, gpus: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    monkeypatch.setenv(VLLM_GPUS, "7,8")
+    plays(tmp_path, loads="loads.jsonl")
+    settings = {"model": str(tmp_path), "revision": None, "trust_remote_code": False, "dtype": "float32"}
+    settings |= {"max_model_len": 8, "max_num_seqs": 1}
+    device, more = torch.device("cuda", 1), {"devices": 2, "has_own_devices": is_own}
+    process = VllmProcess(python, device, NullEventWriter(), todo="", less="", **more)  # type: ignore[arg-type]
+    process.start(settings)
+    process.close()
+    assert json.loads((tmp_path / "loads.jsonl").read_text())[:2] == [2, gpus]
+    monkeypatch.delenv(VLLM_GPUS)
+    if is_own:
+        with pytest.raises(JobFailure, match="no GPUs are set aside for vLLM"):
+            process.start(settings)
 
 
 def test_without_memory_for_the_weights_that_vllm_gets_no_descriptor_stays_open(
@@ -341,10 +362,20 @@ def test_the_memory_check_counts_vllm_beside_the_training(tmp_path: Path, python
         two, alone = (estimate(one.changed(ranks=2), batch, device) for one in (with_vllm, plain))
         # Each rank has a vLLM of its own; the memory with the weights is there once.
         assert two.machine - alone.machine == 2 * of_machine - weights
+        # One for both ranks, over two devices, has a process for each, and one more.
+        of_one = weights + (3 << 30) + (weights + (4 << 30) if device == "cpu" else 0)
+        for mode in ("colocate", "server"):
+            vllm = with_vllm.method.vllm.model_copy(update={"mode": mode, "tensor_parallel_size": 2})
+            method = with_vllm.method.model_copy(update={"vllm": vllm})
+            both = estimate(with_vllm.changed(ranks=2, method=method), batch, device)
+            assert both.machine - alone.machine == of_one
+            of_gpu = 0 if mode == "server" else beside
+            assert both.vllm == (of_gpu if device == "cuda" else weights + (of_one - weights) // 2)
         adapted = with_vllm.changed(lora=LORA, method=of_adapter(with_vllm))
         adapter, alone = (estimate(one, batch, device) for one in (adapted, plain.changed(lora=LORA)))
         assert adapter.vllm == beside + (weights if device == "cpu" else 0)
-        assert adapter.machine - alone.machine == host + weights
+        # Asleep on a GPU it has the weights in page-locked memory, which may take twice as much.
+        assert adapter.machine - alone.machine == host + (weights if device == "cpu" else 2 * weights)
 
 
 PARENT = """
@@ -360,7 +391,7 @@ time.sleep(600)
 def test_vllm_ends_with_the_process_that_started_it_even_while_it_loads(tmp_path: Path, python: Path) -> None:
     plays(tmp_path, wait="load")
     settings = {"model": str(tmp_path), "revision": None, "trust_remote_code": False, "dtype": "float32"}
-    settings |= {"max_model_len": 8, "max_num_seqs": 1, "is_cpu": True}
+    settings |= {"max_model_len": 8, "max_num_seqs": 1, "is_cpu": True, "devices": 1}
     command = [sys.executable, "-c", PARENT, str(python), str(PROGRAM), json.dumps(settings)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None

@@ -3,6 +3,7 @@ each of them has."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from llama_stack_provider_trl.specs.events import Failed, Prepared
 from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec, ShardingSpec
 from llama_stack_provider_trl.specs.methods import VllmSpec, VllmSync
-from tests.played_vllm import played_vllm
+from tests.played_vllm import REAL, played_vllm, saved
 from tests.process import distillation_jobs, gold_jobs
 from tests.process.on_policy_ranks import (
     METHOD,
@@ -31,7 +32,7 @@ from tests.ranks import Ranks
 from tests.required import in_full
 from tests.training import LORA, SAMPLES, of_kind, sampled
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(1800 if REAL else 300)]
 ALL_GATHER = "distributed." + next(  # the name that FSDP2 uses, from torch 2.12 on and before
     name for name in ("all_gather_single", "all_gather_into_tensor") if hasattr(torch.distributed, name)
 )
@@ -86,21 +87,41 @@ def test_two_ranks_give_the_answers_and_weights_of_one_process_and_continue_exac
 
 
 @pytest.mark.parametrize(
-    ("lora", "sync", "strategy"),
+    ("lora", "sync", "strategy", "place", "vllms"),
     [
-        (LORA, "adapter", "FULL_SHARD"),
-        (None, "weights", "NO_SHARD"),
-        *in_full((LORA, "adapter", "NO_SHARD"), (None, "weights", "FULL_SHARD"), (LORA, "weights", "FULL_SHARD")),
+        (LORA, "adapter", "FULL_SHARD", {}, 2),
+        (None, "weights", "NO_SHARD", {"tensor_parallel_size": 2}, 1),
+        (None, "weights", "FULL_SHARD", {"mode": "server"}, 1),
+        *in_full(
+            (None, "weights", "FULL_SHARD", {}, 2),
+            (LORA, "adapter", "NO_SHARD", {"mode": "server", "tensor_parallel_size": 2}, 1),
+            (LORA, "weights", "FULL_SHARD", {"tensor_parallel_size": 2}, 1),
+        ),
     ],
 )
-def test_each_of_two_ranks_has_a_vllm_which_gives_the_answers_of_one_process(
-    ranks: Ranks, tmp_path: Path, lora: LoraSpec | None, sync: VllmSync, strategy: str
+def test_two_ranks_have_the_answers_of_one_process_however_many_vllms_give_them(
+    ranks: Ranks,
+    tmp_path: Path,
+    lora: LoraSpec | None,
+    sync: VllmSync,
+    strategy: str,
+    place: dict[str, Any],
+    vllms: int,
 ) -> None:
-    vllm = VllmSpec(python=played_vllm(tmp_path, torch=True), sync=sync)
-    changes = {"lora": lora, "method": METHOD.model_copy(update={"vllm": vllm}), "n_epochs": 1}
-    alone, together = spec_of(tmp_path / "alone", 1, **changes), spec_of(tmp_path / "two", 2, strategy, **changes)
+    (tmp_path / "plays.json").write_text(json.dumps({"loads": "loads.jsonl"}))
+    own = VllmSpec(python=Path(REAL) if REAL else played_vllm(tmp_path, torch=True), sync=sync)
+    vllm = own.model_copy(update=place)
+    changes: dict[str, Any] = {"lora": lora, "n_epochs": 1}
+    together = spec_of(tmp_path / "two", 2, strategy, **changes, method=METHOD.model_copy(update={"vllm": vllm}))
+    if REAL:  # its kernels for the CPU need larger heads
+        together = together.changed(model=saved(tmp_path / "llama", tied=False), max_seq_length=128)
     found = trained(ranks, tmp_path / "two", together)
     assert max(point["sampling/sampling_logp_difference/max"] for point in numbers(found)) < 1e-5
+    if REAL:  # which does not promise the same numbers for a row beside others
+        return
+    loads = [json.loads(line) for line in (tmp_path / "loads.jsonl").read_text().splitlines()]
+    assert [devices for devices, *_ in loads] == [vllm.tensor_parallel_size] * vllms
+    alone = spec_of(tmp_path / "alone", 1, **changes, method=METHOD.model_copy(update={"vllm": own}))
     assert_same(found, together, trained(ranks, tmp_path / "alone", alone), alone)
 
 

@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
+from llama_stack_provider_trl.jobs.decisions.placement import Node, place
+from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.launch.base import TaskSpec
 from llama_stack_provider_trl.launch.isolation import spec_paths
+from llama_stack_provider_trl.launch.torchrun import visible_gpus
 from llama_stack_provider_trl.requests.bodies import PreferenceOptimizeRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.resolve import resolve
@@ -20,6 +24,7 @@ from llama_stack_provider_trl.specs.job import AttemptSpec, DatasetRef, JobSpec,
 from llama_stack_provider_trl.specs.methods import GrpoSpec, VllmSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource, checks_of
 from llama_stack_provider_trl.specs.rows import check_rows
+from llama_stack_provider_trl.system.process import VLLM_GPUS
 
 EXACT = {"check": {"type": "exact", "column": "answer"}}
 REGEX = {"check": {"type": "regex", "pattern": "a"}}
@@ -42,7 +47,7 @@ def spec_of(
         training_config={"n_epochs": 1, "data_config": data, "dtype": dtype},
         algorithm_config={"type": "grpo", **config},
     )
-    many = {"sharding": ShardingSpec(), "max_ranks": 2, "max_nodes": 2} if sharding else {}
+    many = {"sharding": ShardingSpec(), "max_ranks": max(2, len(devices)), "max_nodes": 2} if sharding else {}
     settings = Settings(data_dir=Path("/data"), devices=devices, vllm_python=vllm_python, **many)
     rows = DatasetRef(dataset_id="prompts", path=Path("/rows"), sha256="0" * 64, num_rows=4)
     spec = resolve(body, ProviderOptions.parse(options), settings).spec(rows, None)
@@ -179,6 +184,8 @@ def test_vllm_answers_where_the_operator_has_named_an_interpreter_with_it() -> N
 
 MODE, MOST, LEAST = (f"vllm_importance_sampling_{name}" for name in ("mode", "clip_max", "clip_min"))
 SHARE, SYNC, TENSOR = "vllm_gpu_memory_utilization", "vllm_sync", "vllm_tensor_parallel_size"
+MODE_OF, GPUS = "vllm_mode", ("cuda:0", "cuda:1", "cuda:2")
+SERVER = {"use_vllm": True, MODE_OF: "server"}
 LORA = {"type": "LoRA", "lora_attn_modules": ["q_proj"], "apply_lora_to_mlp": False, "rank": 8, "alpha": 16}
 
 
@@ -195,13 +202,16 @@ LORA = {"type": "LoRA", "lora_attn_modules": ["q_proj"], "apply_lora_to_mlp": Fa
         ({"use_vllm": True, SHARE: 0.4}, {"device": "cpu"}, f"algorithm_config.{SHARE}", "the device is cpu"),
         ({"use_vllm": True, "temperature": 0.009}, {}, "algorithm_config.temperature", "no temperature below 0.01"),
         ({"use_vllm": True}, {"resources": {"nodes": 1}}, "provider_options.resources", "service's machine only"),
+        ({"use_vllm": True, MODE_OF: "serve"}, {}, f"algorithm_config.{MODE_OF}", "nearest is 'server'"),
+        ({"use_vllm": True, TENSOR: 2}, {}, f"algorithm_config.{TENSOR}", "divides the ranks of a job, .* has 1"),
+        ({**SERVER, TENSOR: 3}, {}, f"algorithm_config.{TENSOR}", "CPU cores for 2 processes"),
+        (SERVER, {"devices": GPUS, "device": "cuda:0"}, f"algorithm_config.{MODE_OF}", "leave the option device out"),
         (
-            {"use_vllm": True, "vllm_mode": "server"},
-            {},
-            "algorithm_config.vllm_mode",
-            "devices that do not train is not",
+            {**SERVER, TENSOR: 2},
+            {"devices": GPUS, "nproc_per_node": 2},
+            f"algorithm_config.{MODE_OF}",
+            "are 4 GPUs.* 3 here",
         ),
-        ({"use_vllm": True, TENSOR: 2}, {}, f"algorithm_config.{TENSOR}", "over several devices is not supported"),
         ({"use_vllm": True, SYNC: "adapters"}, {}, f"algorithm_config.{SYNC}", "nearest is 'adapter'"),
         ({SYNC: "weights"}, {}, f"algorithm_config.{SYNC}", "it belongs to use_vllm"),
         *(
@@ -245,6 +255,21 @@ def test_an_adapter_alone_is_sent_where_vllm_can_add_it(config: Any, options: An
     spec = spec_of(config, sharding=True, devices=("cpu", "cuda:0"), dtype=dtype, **options)
     assert spec.method.answered_by_vllm == VllmSpec(python=Path("/vllm/python"), sync=sync)  # type: ignore[arg-type]
     assert spec.ranks == options.get("nproc_per_node", 1)
+
+
+@pytest.mark.parametrize(("size", "ranks"), [(2, 1), (1, 2)])
+def test_a_vllm_with_gpus_of_its_own_has_those_that_no_rank_trains_on(store: Store, size: int, ranks: int) -> None:
+    config = {"rewards": [EXACT], **SERVER, TENSOR: size}
+    spec = spec_of(config, sharding=True, devices=GPUS, nproc_per_node=ranks)
+    assert spec.method.answered_by_vllm is not None
+    assert (spec.ranks, spec.method.answered_by_vllm.gpu_memory_utilization) == (ranks, 0.9)
+    store.add_job(spec, "digest")
+    assert place(store.queue(), [Node("", GPUS[:2], head=True)], []) == {}
+    devices = place(store.queue(), [Node("", GPUS, head=True)], [])["job-1"]
+    assert sorted(devices) == [*GPUS]
+    visible = visible_gpus(TaskSpec("a-1", Path("/r"), devices, ranks=ranks), {"CUDA_VISIBLE_DEVICES": "4,5,6"})
+    assert visible["CUDA_VISIBLE_DEVICES"] == ",".join("456"[:ranks])
+    assert visible[VLLM_GPUS] == ",".join("456"[ranks:])
 
 
 def test_checkpoints_do_not_record_where_the_interpreter_of_vllm_is() -> None:

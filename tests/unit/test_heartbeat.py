@@ -72,6 +72,16 @@ def test_work_since_the_last_poll_is_a_heartbeat(
     writer.close()
 
 
+def test_work_of_a_child_of_any_rank_is_a_heartbeat(
+    polls: Callable[[list[tuple[float, int]]], threading.Event], tmp_path: Path
+) -> None:
+    ended, writer = polls([(5.0, 0), (6.0, 0)]), Writer(tmp_path / "events.jsonl")
+    with heartbeat(NullEventWriter(writer), 1):
+        assert ended.wait(PATIENCE)
+    assert writer.heartbeats == 1
+    writer.close()
+
+
 def test_of_several_ranks_only_the_first_sends_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "work_done", lambda pid: pytest.fail("work was polled"))
     with heartbeat(NullEventWriter()):
@@ -88,8 +98,10 @@ def test_bytes_that_are_read_count_wherever_they_come_from(tmp_path: Path) -> No
     assert after[1] - before[1] >= 3 << 20 or after[1] == 0  # macOS does not report it
 
 
-def test_the_work_of_a_child_is_that_of_its_process_and_nothing_once_it_is_gone() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "sum(range(10**7)); input()"], stdin=subprocess.PIPE)
+def test_the_work_of_a_child_is_that_of_its_processes_and_nothing_once_it_is_gone() -> None:
+    """The child waits for one of its own, which works: a vLLM over several devices loads its weights so."""
+    worker = [sys.executable, "-c", "sum(range(10**7)); input()"]
+    child = subprocess.Popen(["sh", "-c", '"$@"; exit', "sh", *worker], stdin=subprocess.PIPE)
     deadline = time.monotonic() + PATIENCE
     while work_done(child.pid)[0] < 0.05:
         assert time.monotonic() < deadline

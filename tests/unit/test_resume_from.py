@@ -236,7 +236,7 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused_by_name(
     assert not (tmp_path / "jobs").exists()
 
 
-def test_a_grpo_job_resumes_with_another_interpreter_of_vllm_and_less_memory_for_it(
+def test_a_grpo_job_resumes_with_another_interpreter_of_vllm_and_other_devices_for_it(
     store: Store, tmp_path: Path
 ) -> None:
     """As the message of a job that ran out of memory advises."""
@@ -253,7 +253,7 @@ def test_a_grpo_job_resumes_with_another_interpreter_of_vllm_and_less_memory_for
     saved = CheckpointSaved(kind="step", step=2, epoch=1, path=directory / "checkpoint-2", train_loss=1.0)
     store.apply_events("grpo", 1, [saved], 100)
     wanted = ResumeFrom(job_uuid="grpo")
-    less = VllmSpec(python=Path("/vllm-2"), gpu_memory_utilization=0.3)
+    less = VllmSpec(python=Path("/vllm-2"), gpu_memory_utilization=0.3, mode="server", tensor_parallel_size=2)
     spec = copy_checkpoint(asking(wanted, **answered_by(less)), store, tmp_path)
     assert copy_of(spec).name == "checkpoint-2"
     assert isinstance(spec.method, GrpoSpec)

@@ -59,7 +59,7 @@ class Queued(NamedTuple):
     detail: str = ""
     """The reason for waiting, as in its status."""
     ranks: int = 1
-    """Processes that train together, over all nodes."""
+    """Processes that train together, over all nodes, and devices that their vLLM has for itself."""
     scheduled_at: float = 0.0
     """Seconds since the epoch from which it waits for devices: submission, or the end of its wait for other jobs, or
     before a retry."""

@@ -147,10 +147,11 @@ def _mixture(spec: JobSpec) -> list[object]:
 
 
 def _without_place_of_vllm(spec: JobSpec) -> JobSpec:
-    """The job whatever interpreter has vLLM, and however much memory that takes."""
+    """The job whatever interpreter has vLLM, wherever that answers, and however much memory it takes."""
     if (vllm := spec.method.answered_by_vllm) is None:
         return spec
-    anywhere = VllmSpec(**vllm.model_dump(exclude={"python", "gpu_memory_utilization"}))
+    place = {"python", "mode", "tensor_parallel_size", "gpu_memory_utilization"}
+    anywhere = VllmSpec(**vllm.model_dump(exclude=place))
     return spec.changed(method=spec.method.model_copy(update={"vllm": anywhere}))
 
 

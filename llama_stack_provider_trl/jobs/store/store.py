@@ -203,7 +203,7 @@ class Store(JobReader):
             **{
                 "wanted_device": spec.device,
                 "priority": spec.lifecycle.priority,
-                "ranks": spec.ranks,
+                "ranks": spec.ranks + spec.devices_of_vllm,
                 "checkpoint_dir": checkpoint_dir,
             },
             **{"demand": Demand.of(spec).text(), "created_by": created_by, "blocked": int(bool(spec.after))},

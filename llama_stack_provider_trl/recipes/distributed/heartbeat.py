@@ -27,11 +27,13 @@ def heartbeat(writer: EventWriter, pid: int | None = None) -> Iterator[None]:
     Not for training itself, where each step sends one.
 
     Args:
-        pid: of a child that works for this process; None: this process.
+        pid: of a child that works for this process; None: this process. Only its child's work counts of a rank beyond
+            the first, which itself takes CPU time while it waits for another rank.
     """
-    if isinstance(writer, NullEventWriter):
+    if pid is None and isinstance(writer, NullEventWriter):
         yield
         return
+    send = writer.heartbeat if pid is None else writer.heartbeat_of_child
     over = threading.Event()
 
     def watch() -> None:
@@ -39,7 +41,7 @@ def heartbeat(writer: EventWriter, pid: int | None = None) -> Iterator[None]:
         while not over.wait(POLL_INTERVAL):
             now = work_done(pid)
             if now[0] - before[0] > _CPU * POLL_INTERVAL or now[1] - before[1] > _BYTES:
-                writer.heartbeat()
+                send()
             before = now
 
     thread = threading.Thread(target=watch, name="heartbeat", daemon=True)

@@ -49,6 +49,11 @@ _HOST_PROCESS = 1 << 30
 on a CPU: 0.8 GiB)."""
 
 
+_PINNED = 2
+"""Most bytes of page-locked CPU memory per byte in it: torch rounds each allocation up to a power of two. vLLM keeps
+its weights there while it sleeps, an allocation for each layer's."""
+
+
 _LOADER_WORKER = 128 << 20
 """Bytes of a process that prepares batches, beyond the pages that it shares with its rank."""
 
@@ -332,22 +337,27 @@ def _answering(spec: JobSpec, batch: Batch) -> Window:
 
 
 def _vllm_bytes(spec: JobSpec, model: Traced, kind: str) -> tuple[int, int]:
-    """What a rank's vLLM takes on the device beside the training at its peak, and those of all ranks of CPU memory.
+    """What vLLM takes on a rank's device beside the training at its peak, and all vLLMs of a job of CPU memory.
 
-    On a GPU it sleeps then. While it answers, training holds no activations, and vLLM itself refuses to start where its
-    share of the memory is not free beside the model. Asleep it keeps the base model of adapters in CPU memory; all
-    weights that change are there once, in memory that training and every vLLM have.
+    On a GPU it sleeps then, or has devices of its own. While it answers, training holds no activations, and vLLM itself
+    refuses to start where its share of the memory is not free beside the model. Asleep it keeps the base model of
+    adapters in CPU memory; all weights that change are there once, in memory that training and every vLLM have. Over
+    several devices it has a process for each, and one that these answer to.
     """
     if (vllm := spec.method.answered_by_vllm) is None:
         return 0, 0
     weights = (model.trainable if spec.lora is None else 0) + model.frozen
     weights *= 4 if spec.compute.dtype == "fp32" else 2
     shared, kept = (weights, 0) if vllm.sync == "weights" else (0, weights)
-    many = ranks_per_machine(spec)
+    size, many = vllm.tensor_parallel_size, ranks_per_machine(spec)
+    vllms = many // vllm.ranks_of_one(many)
+    processes = (size + (size > 1)) * _HOST_PROCESS
     if kind == "cpu":
-        own = weights + (CPU_CACHE_GIB << 30) + _HOST_PROCESS
-        return own + shared, many * own + shared
-    return _CUDA_CONTEXT, many * (kept + _HOST_PROCESS) + shared
+        own = weights + size * (CPU_CACHE_GIB << 30) + processes
+        return -(-own * vllms // many) + shared, vllms * own + shared
+    if vllm.own_devices:
+        return 0, processes + shared
+    return _CUDA_CONTEXT, vllms * (_PINNED * kept + processes) + shared
 
 
 def _moment_bytes(spec: JobSpec, model: Traced) -> int:

@@ -62,7 +62,7 @@ def nearest(spec: JobSpec, batch: Batch, device: str, capacity: Capacity) -> Pro
     sequences.
     """
     shards = spec.lora is None or spec.lora.method != "vera"  # whose shared matrices cannot be sharded
-    most_ranks = capacity.max_ranks if capacity.max_ranks and shards else spec.ranks
+    most_ranks = capacity.max_ranks - spec.devices_of_vllm if capacity.max_ranks and shards else spec.ranks
 
     def proposed(candidate: _Changes) -> Proposal:
         changed = spec.changed(**{name: value for change in candidate for name, value in change.fields})

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import signal
 import sys
 import threading
 import time
@@ -41,7 +42,7 @@ def load(settings: dict[str, Any]) -> Any:
             "logprobs_mode": "processed_logprobs",
             # What a job that trains takes of the device beside it.
             **({} if settings["is_cpu"] else {"gpu_memory_utilization": settings["gpu_memory_utilization"]}),
-            "enable_sleep_mode": not settings["is_cpu"],
+            "enable_sleep_mode": settings["sleeps"],
         }
     if "max_lora_rank" in settings:
         training |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": settings["max_lora_rank"]}
@@ -58,7 +59,8 @@ def load(settings: dict[str, Any]) -> Any:
         skip_tokenizer_init=True,  # prompts and answers are token ids
         generation_config="vllm",  # not the model's own, whose penalties and limits would change the answers
         enable_prefix_caching=False,  # what was answered before must not change the order of a batch's sums
-        distributed_executor_backend="uni",
+        tensor_parallel_size=settings["devices"],
+        distributed_executor_backend="uni" if settings["devices"] == 1 else "mp",
         disable_log_stats=True,
         **training,
     )
@@ -68,7 +70,7 @@ class Weights:
     """The weights of a model that trains, in memory that the process which trains it writes.
 
     Args:
-        settings: with the file descriptor of that memory, and the place of each weight.
+        settings: with the path of that memory, and the place of each weight.
     """
 
     sleep_level = 2
@@ -76,25 +78,30 @@ class Weights:
     adapter = None
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        self._table = settings["weights"]
-        self._memory = mmap.mmap(settings["weights_fd"], settings["weights_bytes"])
+        self._places = settings["weights_path"], settings["weights_bytes"], settings["weights"]
 
     def reload(self, llm: Any, policy: dict[str, Any]) -> None:
         """Have an engine take them. Raises ValueError: the engine's model has weights that these lack."""
-        missing = sorted(llm.collective_rpc(_reloaded, args=(self._tensors(),))[0])
+        missing = sorted(set().union(*llm.collective_rpc(_reloaded, args=self._places)))
         if missing:
             raise ValueError(f"{len(missing)} weights are not among those of the model that trains: {missing[:3]}")
 
-    def _tensors(self) -> Iterator[tuple[str, Any]]:
-        import torch
 
-        for name, dtype, shape, begin, end in self._table:
-            data = torch.frombuffer(self._memory, dtype=torch.uint8, offset=begin, count=end - begin)
-            yield name, data.view(getattr(torch, dtype)).reshape(shape)
+def _tensors(memory: mmap.mmap, table: list[list[Any]]) -> Iterator[tuple[str, Any]]:
+    import torch
+
+    for name, dtype, shape, begin, end in table:
+        data = torch.frombuffer(memory, dtype=torch.uint8, offset=begin, count=end - begin)
+        yield name, data.view(getattr(torch, dtype)).reshape(shape)
 
 
-def _reloaded(worker: Any, weights: Iterator[tuple[str, Any]]) -> set[str]:
-    """Have a worker of an engine take weights. Returns the names of those that it has and did not get."""
+def _reloaded(worker: Any, path: str, size: int, table: list[list[Any]]) -> set[str]:
+    """Have a worker of an engine take weights, in its own process. Returns the names of those that it has and did not
+    get."""
+    if not hasattr(worker, "memory_of_policy"):  # mapped once: a large one has millions of pages
+        with open(path, "r+b") as file:
+            worker.memory_of_policy = mmap.mmap(file.fileno(), size)
+    weights = _tensors(worker.memory_of_policy, table)
     model = worker.model_runner.get_model()
     plain = model.load_weights
     loaded: set[str] = set()
@@ -148,7 +155,7 @@ class Adapter:
         version = policy["version"]
         self.adapter = LoRARequest(f"policy-{version}", version, policy["adapter"])
         llm.llm_engine.add_lora(self.adapter)
-        if unknown := sorted(llm.collective_rpc(_unused, args=(version,))[0]):
+        if unknown := sorted(set().union(*llm.collective_rpc(_unused, args=(version,)))):
             raise ValueError(f"its model lacks {len(unknown)} layers that the adapter has: {unknown[:3]}")
 
 
@@ -222,6 +229,28 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
+def recorded_workers() -> list[Any]:
+    """A list that gets the processes that vLLM starts, one for each device where it has several."""
+    from multiprocessing.process import BaseProcess
+
+    started: list[Any] = []
+    plain = BaseProcess.start
+
+    def start(process: Any) -> None:
+        plain(process)
+        started.append(process)
+
+    BaseProcess.start = start  # type: ignore[assignment, method-assign]
+    return started
+
+
+def sentence_of(error: Exception, workers: list[Any]) -> str:
+    """What has gone wrong. Of a worker that was killed vLLM itself reports that something was cancelled."""
+    if any(worker.exitcode == -signal.SIGKILL for worker in workers):
+        return "one of its processes was killed, as the kernel does when memory runs out"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_LONGEST_ERROR]
+
+
 def main() -> int:
     """Answer batches until there is no further one. Returns the exit status."""
     if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
@@ -241,12 +270,13 @@ def main() -> int:
             sent = time.monotonic()
             send(progress=True)
 
+    workers = recorded_workers()
     try:
         settings = json.loads(sys.stdin.readline())
         llm = load(settings)
         report_steps(llm, after_step)
         policy = policy_of(settings)
-        sleeps = policy is not None and not settings["is_cpu"]
+        sleeps = settings.get("sleeps", False)
 
         def sleep() -> None:
             if policy is not None and sleeps:
@@ -276,7 +306,7 @@ def main() -> int:
         import traceback
 
         traceback.print_exc()
-        send(error=f"{type(error).__name__}: {' '.join(str(error).split())}"[:_LONGEST_ERROR])
+        send(error=sentence_of(error, workers))
         return 1
     return 0
 

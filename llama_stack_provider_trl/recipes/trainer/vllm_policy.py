@@ -1,9 +1,12 @@
 """Answers the prompts of a job that trains by vLLM, with the weights as they are in each optimizer step.
 
-Each rank has a vLLM of its own, which answers the rank's prompts. An adapter goes through files in the job's directory,
-which vLLM adds to the base model that it has loaded: 84 MB in bf16 for one of rank 16 at all linear layers of 8B, where
-the weights are 16 GB. All weights, with adapters merged, go through memory that the processes of vLLM inherit: no disk,
-and nothing is left behind where a process is killed.
+Each rank has a vLLM of its own, which answers the rank's prompts, or several ranks have one, whose model is divided for
+their devices, or for devices that no rank trains on. The first of these ranks has its process, and sends it the prompts
+of all.
+
+An adapter goes through files in the job's directory, which vLLM adds to the base model that it has loaded: 84 MB in
+bf16 for one of rank 16 at all linear layers of 8B, where the weights are 16 GB. All weights, with adapters merged, go
+through memory that the processes of vLLM open: no disk, and nothing is left behind where a process is killed.
 """
 
 from __future__ import annotations
@@ -60,7 +63,7 @@ class VllmPolicy:
     """vLLM with the model of a job. A context manager: its process runs while it is open.
 
     Args:
-        at_once: answers of this rank in an optimizer step, at most.
+        at_once: answers of a rank in an optimizer step, at most.
     """
 
     def __init__(
@@ -77,7 +80,11 @@ class VllmPolicy:
         if vllm.python is None:
             raise AssertionError("a job with vLLM and no interpreter")
         self._spec, self._vllm, self._sampling, self._most, self._at_once = spec, vllm, sampling, most, at_once
-        self._device, self._writer = device, writer
+        self._device = device
+        size = vllm.ranks_of_one(spec.ranks)
+        first = ranks.rank() // size * size
+        self._own_ranks = range(first, first + size)
+        """Those that this rank's vLLM answers for; the first has its process."""
         self._process = VllmProcess(
             vllm.python,
             device,
@@ -85,6 +92,8 @@ class VllmPolicy:
             todo=_TODO[vllm.sync],
             less="Lower max_seq_length, raise vllm_gpu_memory_utilization where its cache lacks room, lower that where "
             "the device does, or leave use_vllm out",
+            devices=vllm.tensor_parallel_size,
+            has_own_devices=vllm.own_devices > 0,
         )
         self._transport: _Transport | None = None
 
@@ -94,10 +103,9 @@ class VllmPolicy:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._process.close()
+        self._process.close(at_once=error is not None)
         if self._transport is not None:
-            for descriptor in self._transport.inherited:
-                os.close(descriptor)
+            self._transport.close()
             self._transport = None
 
     def start(self, model: Any) -> None:
@@ -120,13 +128,14 @@ class VllmPolicy:
             "trust_remote_code": source.trust_remote_code,
             "dtype": str(dtype).removeprefix("torch."),
             "max_model_len": spec.data.max_seq_length,
-            "max_num_seqs": min(self._at_once, MOST_AT_ONCE),
+            "max_num_seqs": min(self._at_once * len(self._own_ranks), MOST_AT_ONCE),
             "gpu_memory_utilization": self._vllm.gpu_memory_utilization,
+            # It gives the device's memory to the training in between.
+            "sleeps": self._device.type != "cpu" and not self._vllm.own_devices,
             **self._transport.settings,
         }
-        inherited = self._transport.inherited
         _release_cache(self._device)
-        ranks.on_all_ranks(lambda: self._process.start(settings, inherited))
+        self._in_first_rank(lambda: self._process.start(settings))
 
     def answer(
         self, prompts: Sequence[list[int]], seeds: Sequence[str], ends: list[int], alive: Callable[[], None]
@@ -142,14 +151,27 @@ class VllmPolicy:
             raise AssertionError("vLLM is not started")
         with transport.written(alive) as policy:
             _release_cache(self._device)
-            ranks.on_all_ranks(lambda: self._process.reload(model, policy))
-        answers = self._answers(prompts, seeds, ends, alive) if prompts else []
-        self._process.sleep()
-        return answers
+            self._in_first_rank(lambda: self._process.reload(model, policy))
+        if len(self._own_ranks) == 1:
+            return self._answers(prompts, seeds, ends, alive)
+        asked = ranks.gather_all([*zip(prompts, seeds, strict=True)])
+        together = [pair for rank in self._own_ranks for pair in asked[rank]]
+        answers = self._in_first_rank(
+            lambda: self._answers([prompt for prompt, _ in together], [seed for _, seed in together], ends, alive)
+        )[self._own_ranks[0]]
+        begin = sum(len(asked[rank]) for rank in self._own_ranks if rank < ranks.rank())
+        return (answers or [])[begin : begin + len(prompts)]
+
+    def _in_first_rank[Value](self, work: Callable[[], Value]) -> list[Value | None]:
+        """Have the rank that has a process of vLLM do what only that can. A collective."""
+        if len(self._own_ranks) > 1:
+            ranks.barrier()  # all of them have released the memory of their devices
+        return ranks.on_all_ranks(lambda: work() if ranks.rank() == self._own_ranks[0] else None)
 
     def _answers(
         self, prompts: Sequence[list[int]], seeds: Sequence[str], ends: list[int], alive: Callable[[], None]
     ) -> list[ScoredAnswer]:
+        """Answer prompts, if there are any, and have vLLM release the memory of a device that trains."""
         batch = {
             "prompts": list(prompts),
             "seeds": [random.Random(seed).getrandbits(31) for seed in seeds],
@@ -158,23 +180,27 @@ class VllmPolicy:
             "max_tokens": self._most,
             "ends": ends,
         }
-        reply = self._process.answer(batch, alive)
-        return [
-            ScoredAnswer(ids, log_probs) for ids, log_probs in zip(reply["answers"], reply["log_probs"], strict=True)
-        ]
+        answers = []
+        if prompts:
+            reply = self._process.answer(batch, alive)
+            answers = [ScoredAnswer(*pair) for pair in zip(reply["answers"], reply["log_probs"], strict=True)]
+        self._process.sleep()
+        return answers
 
 
 class _Transport(ABC):
-    """How the weights of a model get to the vLLM of each rank."""
+    """How the weights of a model get to every vLLM of a job."""
 
     settings: dict[str, Any]
     """For vLLM's start."""
-    inherited: Sequence[int] = ()
-    """File descriptors that its process gets, too."""
 
     @abstractmethod
     def written(self, heartbeat: Callable[[], None]) -> AbstractContextManager[dict[str, Any]]:
         """While this is open, all weights are there as they are now; what it has names them to vLLM. A collective."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what it has."""
 
 
 class _AdapterFiles(_Transport):
@@ -186,6 +212,9 @@ class _AdapterFiles(_Transport):
         """Of the adapter: vLLM's caches of adapters and prompts know it by this number and a name with it."""
         rank = model.peft_config[DEFAULT].r
         self.settings = {"max_lora_rank": next(most for most in _RANKS if rank <= most)}
+
+    def close(self) -> None:
+        """Do nothing: what an optimizer step has written is gone with it."""
 
     @contextmanager
     def written(self, heartbeat: Callable[[], None]) -> Iterator[dict[str, Any]]:
@@ -217,8 +246,8 @@ class _AdapterFiles(_Transport):
 
 
 class _SharedWeights(_Transport):
-    """Memory with the weights of a model, adapters merged, that the vLLM of each rank inherits as a file descriptor.
-    Rank 0 writes it."""
+    """Memory with the weights of a model, adapters merged, that the processes of every vLLM open by its path. Rank 0
+    has it, and writes it."""
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
         self._groups = WeightGroups(model, dtype)
@@ -230,20 +259,15 @@ class _SharedWeights(_Transport):
             self._places[name] = begin, end
             table.append([name, str(weight.dtype).removeprefix("torch."), list(weight.shape), begin, end])
         self._fd = -1
-        owner = ranks.on_all_ranks(lambda: self._made(end) if ranks.rank() == 0 else "")[0]
-        if ranks.rank() != 0:
-            try:
-                self._fd = os.open(owner, os.O_RDWR)
-            except OSError as error:
-                problem = f"the memory that all ranks share with vLLM cannot be opened ({error})"
-                raise JobFailure(
-                    Reason.launch_failed, f"{problem}: train in one process, or leave use_vllm out"
-                ) from error
-        self.inherited = [self._fd]
-        self.settings = {"weights": table, "weights_fd": self._fd, "weights_bytes": end}
+        path = ranks.on_all_ranks(lambda: self._made(end) if ranks.rank() == 0 else "")[0]
+        self.settings = {"weights": table, "weights_path": path, "weights_bytes": end}
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
 
     def _made(self, size: int) -> str:
-        """Make the memory. Returns the path by which other ranks open it."""
+        """Make the memory. Returns the path by which other processes open it."""
         try:
             self._fd = os.memfd_create("weights")
         except (AttributeError, OSError) as error:

@@ -2,15 +2,17 @@
 
 An answer has the numbers that follow from its prompt, its seed, and the weights that were loaded last. An interpreter
 with torch has a model of transformers instead (`vllm.computed`), which answers by its weights, or with an adapter that
-PEFT reads: what was sent wrong shows in the log-probabilities. `plays.json`,
-which `TRL_FAULTS` names the directory of, has what goes wrong at a point, load, reload or answer: {POINT: TEXT},
-{"kill": POINT} or {"wait": POINT}. With {"keep": NAME} the weights that were loaded last are in that file beside it.
+PEFT reads: what was sent wrong shows in the log-probabilities. `plays.json`, which `TRL_FAULTS` names the directory of,
+has what goes wrong at a point, load, reload or answer: {POINT: TEXT}, {"kill": POINT}, {"kill worker": POINT} or
+{"wait": POINT}. With {"keep": NAME} the weights that were loaded last are in that file beside it; with {"loads": NAME}
+a line of that file has of each model that was loaded what devices it was for.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import multiprocessing
 import os
 import signal
 import time
@@ -36,6 +38,12 @@ def _reach(name: str) -> None:
     plays = _plays()
     if plays.get("kill") == name:
         os.kill(os.getpid(), signal.SIGKILL)
+    if plays.get("kill worker") == name:
+        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+        worker.start()
+        worker.kill()
+        worker.join()
+        raise RuntimeError("cancelled")  # as vLLM itself
     while plays.get("wait") == name:
         time.sleep(0.1)
     if text := plays.get(name):
@@ -109,7 +117,16 @@ class LLM:
         self.can_sleep = settings.get("enable_sleep_mode", False)
         assert not self.can_sleep or settings["gpu_memory_utilization"] < 0.9
         self.asleep: set[str] = set()
-        self.worker = Worker(Path(settings["model"]))
+        devices = settings["tensor_parallel_size"]
+        assert settings["distributed_executor_backend"] == ("uni" if devices == 1 else "mp")
+        self.workers = [Worker(Path(settings["model"])) for _ in range(devices)]
+        self.worker = self.workers[0]
+        """Whose weights answer."""
+        if name := _plays().get("loads"):
+            share = settings.get("gpu_memory_utilization")
+            found = [devices, os.environ.get("CUDA_VISIBLE_DEVICES"), share, self.can_sleep]
+            with open(Path(os.environ["TRL_FAULTS"], name), "a") as file:
+                file.write(json.dumps(found) + "\n")
         self.llm_engine = SimpleNamespace(step=lambda: None, add_lora=self._add_lora)
         self.adapts = settings.get("enable_lora", False)
         if (torch := importlib.util.find_spec("torch")) is not None and torch.submodule_search_locations:
@@ -134,7 +151,7 @@ class LLM:
     def collective_rpc(self, method: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         """Call a function with each worker."""
         assert "weights" not in self.asleep
-        found = [method(self.worker, *args)]
+        found = [method(worker, *args) for worker in self.workers]
         self.is_current = True
         return found
 
