@@ -24,8 +24,7 @@ _MOST_LEVELS = 100
 def repeated_key(node: yaml.MappingNode) -> str | None:
     """A key that a mapping has twice; None: it has none."""
     keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
-    found: str | None = first_duplicate(keys)
-    return found
+    return first_duplicate(keys)
 
 
 class UniqueKeys(yaml.SafeLoader):

@@ -136,8 +136,7 @@ class _Weights:
         return self.outlines[name] == self.outlines[other] and torch.equal(self.get(name), self.get(other))
 
     def get(self, name: str) -> torch.Tensor:
-        found: torch.Tensor = self._files[name].get_tensor(name)
-        return found
+        return self._files[name].get_tensor(name)
 
 
 class _Plan:

@@ -292,8 +292,7 @@ def _block(name: str) -> str:
 
 
 def _converted(plain: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    converted: dict[str, torch.Tensor] = revert_weight_conversion(plain, weights)
-    return converted
+    return revert_weight_conversion(plain, weights)
 
 
 def _outline(weights: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:

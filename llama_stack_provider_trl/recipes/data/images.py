@@ -206,8 +206,7 @@ class Images:
 
     def _ids(self, image: bytes) -> list[int]:
         tokenizer = self._tokenizer or self.processor.tokenizer
-        ids: list[int] = tokenizer(self._tokens(image), add_special_tokens=False)["input_ids"]
-        return ids
+        return tokenizer(self._tokens(image), add_special_tokens=False)["input_ids"]
 
     def _tokens(self, image: bytes) -> str:
         """What the processor writes for an image."""

@@ -64,8 +64,7 @@ class Replicas:
             return values[0]
         own: list[Any] = [None]
         dist.scatter_object_list(own, [*values] if self.is_first else None, src=0, group=self.group)
-        found: Value = own[0]
-        return found
+        return own[0]
 
 
 ALONE = Replicas()

@@ -276,8 +276,7 @@ def vllm_command(base: str | None, revision: str | None, name: str, most_rank: i
 def _architecture(config: Any) -> str:
     import gguf
 
-    found: str = gguf.MODEL_ARCH_NAMES[getattr(gguf.MODEL_ARCH, architecture_of(config).name)]
-    return found
+    return gguf.MODEL_ARCH_NAMES[getattr(gguf.MODEL_ARCH, architecture_of(config).name)]
 
 
 def _pair(module: LoraModule, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:

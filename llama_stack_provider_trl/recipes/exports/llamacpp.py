@@ -128,8 +128,7 @@ class LlamaCppReader:
             connection.close()
         if answer.status != 200:
             raise failed(f"{self.name} refuses {path}: {text[:300].decode(errors='replace')}")
-        found: dict[str, Any] = json.loads(text)
-        return found
+        return json.loads(text)
 
 
 class _Connection(http.client.HTTPConnection):

@@ -358,8 +358,7 @@ def _fits(attended: torch.Tensor, rows: int) -> bool:
 
 @cache
 def _multiprocessors(device: torch.device) -> int:
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _is_on_gpu(tensor: torch.Tensor) -> bool:

@@ -138,8 +138,7 @@ class FlatPairs:
 
     def num_tokens(self, inputs: Inputs) -> torch.Tensor:
         """Tokens of both sequences of each pair, shape (pairs,)."""
-        tokens: torch.Tensor = inputs["num_tokens"]
-        return tokens
+        return inputs["num_tokens"]
 
 
 def largest_groups(dataset: Dataset, rows: int, repeats: int = 1) -> tuple[tuple[Group, ...], int]:

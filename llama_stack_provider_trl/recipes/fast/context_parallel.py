@@ -107,8 +107,7 @@ def attend_across_ranks(model: PreTrainedModel, group: Any, size: int) -> None:
     ) -> tuple[torch.Tensor, None]:
         """See `fast.attention.attend_in_rows`. Without a layout, as for prompts, every rank has the whole sequence."""
         if layout is None:
-            whole: tuple[torch.Tensor, None] = attend(module, query, key, value, attention_mask, **options)
-            return whole
+            return attend(module, query, key, value, attention_mask, **options)
         query, key, value = with_whole_rows(query, key, value, group, size)
         attended, _ = attend(module, query, key, value, attention_mask, layout=layout, **options)
         return with_all_heads(attended, group, size), None

@@ -238,8 +238,7 @@ def shard_frozen(
     embeddings = model.get_input_embeddings()
     if embeddings.weight is not getattr(model.get_output_embeddings(), "weight", None):
         fully_shard(embeddings, **options)
-    sharded: torch.nn.Module = fully_shard(model, **options)
-    return sharded
+    return fully_shard(model, **options)
 
 
 def prefetch(model: torch.nn.Module, sharding: ShardingSpec) -> None:

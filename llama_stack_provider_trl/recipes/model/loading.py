@@ -238,8 +238,7 @@ def vocabulary_size(source: ModelSource) -> int:
 
 def commit_of(source: ModelSource) -> str | None:
     """The commit that a model id stands for; None for a directory. Raises as `load_config`."""
-    commit: str | None = getattr(load_config(source), "_commit_hash", None)
-    return commit
+    return getattr(load_config(source), "_commit_hash", None)
 
 
 def check_weights(

@@ -78,8 +78,7 @@ class GoldRecipe(DistillationRecipe):
     def _encode(self, text: str) -> list[int]:
         # The text of a special token that an answer has spelled out is text.
         options = {"add_special_tokens": False, "split_special_tokens": True}
-        ids: list[int] = call_tokenizer(self._teacher_tokenizer, [text], **options)["input_ids"][0]
-        return ids
+        return call_tokenizer(self._teacher_tokenizer, [text], **options)["input_ids"][0]
 
     def collate_answers(self, batches: list[dict[str, Any]], answers: list[list[list[int]]]) -> int:
         prompts = [inputs["teacher_prompts"] for inputs in batches]

@@ -43,8 +43,7 @@ class TrainingMetrics(JobTrainer):
         over the ranks when they are logged."""
         if self.outer and self.model.training:
             return sums
-        summed: torch.Tensor = self.accelerator.reduce(sums)
-        return summed
+        return self.accelerator.reduce(sums)
 
     def add_tokens(self, count: torch.Tensor) -> None:
         """Add tokens, summed by `over_ranks`, to those that were trained on."""

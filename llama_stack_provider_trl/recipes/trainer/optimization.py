@@ -96,8 +96,7 @@ class Optimization(TrainingMetrics):
 
     @property
     def _gradient_kwargs(self) -> dict[str, Any]:
-        plugin: dict[str, Any] = self.accelerator.gradient_state.plugin_kwargs  # Trainer reads it in every micro step
-        return plugin
+        return self.accelerator.gradient_state.plugin_kwargs  # Trainer reads it in every micro step
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's: tokens of an optimizer step over the ranks that average their gradients."""

@@ -97,8 +97,7 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
 
     def losses_of_tokens(self, outputs: Any) -> torch.Tensor:
         """Loss of each token, 0 where it covers none, in the shape of the log-probabilities."""
-        loss: torch.Tensor = -outputs.log_probs
-        return loss
+        return -outputs.log_probs
 
     def _losses_of_rows(
         self, losses: torch.Tensor, mask: torch.Tensor, scored: Sequence[int]

@@ -227,8 +227,7 @@ class StepCheckpoints(DataOrder, Optimization):
 
     @property
     def _inner_optimizer(self) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wrapper
-        return optimizer
+        return getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wrapper
 
     def load_weights(self, checkpoint: Path) -> None:
         """Load the weights of a step checkpoint on rank 0's disk into the model, after training; a collective."""

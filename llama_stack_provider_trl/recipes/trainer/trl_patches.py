@@ -342,7 +342,7 @@ def divergence_of_hidden(
     """
     import trl.kernels.chunked_divergence as kernels
 
-    of_tokens: tuple[torch.Tensor, torch.Tensor] = kernels.ChunkedDivergenceFunction.apply(
+    return kernels.ChunkedDivergenceFunction.apply(
         own.hidden,
         own.weight,
         own.bias,
@@ -356,7 +356,6 @@ def divergence_of_hidden(
         teacher.scale,
         teacher.cap,
     )
-    return of_tokens
 
 
 def keep_allocator_cache(trainer: Any) -> None:
