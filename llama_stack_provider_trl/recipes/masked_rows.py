@@ -172,7 +172,8 @@ def _sft_row(
         if len(labels) - 1 - labels[1:].count(IGNORED) <= 0:
             why = "the loss covers none of its tokens"
         return MaskedRow([MaskedPart("sequence", ids, set(), set())], len(ids), why)
-    counter.images += len(images.of_sequence(ids, own, row)) if images is not None and own else 0
+    if images is not None:
+        counter.count_images(images, ids, own, row)
     kept = counter.cut([*range(len(ids))], ids, counter.limit)
     # Nothing predicts the first token.
     trained = {position for position in kept[1:] if labels[position] != IGNORED}
@@ -211,7 +212,8 @@ def _pair(
         if counter.images_cut > cut:
             why = f"max_seq_length={counter.limit} would cut off a part of its images"
         return MaskedRow([MaskedPart(name, ids, set(), set()) for name, ids in parts], length, why)
-    counter.images += len(images.of_sequence(found[0], own, row)) if images and own else 0
+    if images is not None:
+        counter.count_images(images, found[0], own, row)
     kept = [{*counter.cut([*range(len(prompt))], prompt, len(found[0]))}, *({*range(len(one))} for one in found[1:])]
     return MaskedRow(
         [
