@@ -370,6 +370,7 @@ def with_filler(dataset: Dataset) -> Dataset:
     shown = slice(None) if IMAGES in first else slice(2)
     ids = first["input_ids" if "labels" in first else "prompt_ids"][shown]
     row: list[Any]
+    columns: tuple[str, ...]
     if "labels" in first:
         row, columns = [ids, [IGNORED] * len(ids)], SFT_COLUMNS
     elif "label" in first:
