@@ -19,13 +19,13 @@ from ...specs.rows import Message
 from ...system.process import available_memory
 from ..data.templates import rendered
 from ..model.adapters import check_adapter
+from ..model.files import has_tokenizer_files
 from ..model.generation import answer_ends
 from ..model.loading import WeightStorage, load_job_tokenizer, load_model, load_tokenizer, parameter_counts
 from ..model.positions import positions_of
 
 GREEDY_TOKENS = 64
 """Of each answer."""
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _CONVERSATIONS: tuple[list[Message], ...] = (
     [{"role": "user", "content": "What is the capital of France?"}],
     [
@@ -149,7 +149,7 @@ class Trained:
 def _tokenizer(spec: JobSpec) -> PreTrainedTokenizerBase:
     """That of the adapter, where one lies beside it, as the model was trained with."""
     adapter = spec.adapter
-    if adapter is not None and any((adapter.directory / name).is_file() for name in TOKENIZER_FILES):
+    if adapter is not None and has_tokenizer_files(adapter.directory):
         return load_tokenizer(ModelSource(model=adapter.model, path=adapter.path), model=spec.source)
     return load_job_tokenizer(spec)
 

@@ -116,6 +116,11 @@ def check_tokenizer_files(source: ModelSource) -> None:
     check_files(source, tokenizer_files(content, is_fast=found(FAST_TOKENIZER) is not None))
 
 
+def has_tokenizer_files(directory: Path) -> bool:
+    """Whether a tokenizer lies in a directory, such as beside an adapter that was trained with it."""
+    return any((directory / name).is_file() for name in (FAST_TOKENIZER, TOKENIZER_CONFIG, "tokenizer.model"))
+
+
 def check_adapter_files(directory: Path) -> None:
     """As `check_files`, of an adapter."""
     for name in ADAPTER_FILES:

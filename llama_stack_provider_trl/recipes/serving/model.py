@@ -37,6 +37,7 @@ from ..data.chat import Chat
 from ..data.embedded import check_embedded
 from ..data.forms import opens_thought
 from ..model.adapters import check_adapter
+from ..model.files import has_tokenizer_files
 from ..model.generation import Sampler, answer_ends
 from ..model.loading import WeightStorage, choose_device, load_model, load_tokenizer, vocabulary_size
 from ..model.positions import positions_of
@@ -48,7 +49,6 @@ MOST_ADAPTERS = 16
 """Adapters that are kept in memory."""
 _WITHOUT_POSITIONS = 4096
 """Tokens of an answer at most where neither the request nor the model has a limit."""
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 class _LeftEarly(Exception):
@@ -205,7 +205,7 @@ class ServedModel:
         finally:
             self._apply(None)
         tokenizer = self._voices[None].tokenizer
-        if any((directory / file).is_file() for file in _TOKENIZER):
+        if has_tokenizer_files(directory):
             tokenizer = load_tokenizer(ModelSource(model=str(directory)), model=self._source)
         end = tokenizer.eos_token_id
         return _Voice(tokenizer, sorted({*self._own_ends, *([] if end is None else [end])}), adapter)
