@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..distributed import ranks
+from .shards import pwrite
 
 PIECE = 16 << 20
 """Bytes that are sent at a time."""
@@ -138,9 +139,6 @@ def _write(path: Path, offset: int, data: torch.Tensor) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        left = data.numpy().data
-        while left:
-            written = os.pwrite(fd, left, offset)
-            left, offset = left[written:], offset + written
+        pwrite(fd, data.numpy().data, offset)
     finally:
         os.close(fd)
