@@ -159,74 +159,59 @@ class BuiltTrainer:
         return {"head_gradients": gradients_of_head(self.trainer.spec, self.trainer.args.device.type, capped=capped)}
 
     def effective(self) -> dict[str, Any]:
-        """What was decided beyond the spec, for the job's record."""
-        model, data, policy = self.policy.model, self.data, self.policy
-        found: dict[str, Any] = {
+        """What was decided beyond the spec, for the job's record. What a job has nothing of is left out."""
+        trainer, data, policy, memory = self.trainer, self.data, self.policy, self.memory
+        spec, model, method = trainer.spec, policy.model, trainer.spec.method
+        averaging = spec.train.averaging
+        grouped: bool | str = trainer.groups_by_length
+        grading = [one.model if one.adapter is None else one.adapter.model for one in method.grading_models]
+        always: dict[str, Any] = {
             "model_class": type(model).__name__,
             "attention": model.config._attn_implementation,
             "attention_mask": "passed" if self.passes_mask else "not passed",
-            **({"padding_free": self.padding_free} if self.padding_free else {}),
             "head_kernels": self.head_kernels,
             **self._gradients_of_head,
             "mlp_tiles": policy.mlp_tiles,
             "liger_kernels": policy.liger_kernels,
-            **({"kept_attention": self.kept_attention} if self.kept_attention else {}),
             "repeats": self.repeats,
-            **({} if (taken := self.trainer.spec.compute.accumulator_bytes) is None else {"accumulator_bytes": taken}),
-            "compiled_blocks": self.trainer.compiled_blocks,
+            "compiled_blocks": trainer.compiled_blocks,
             "weights_dtype": str(model.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
-            "dataloader_num_workers": self.trainer.args.dataloader_num_workers,
+            "dataloader_num_workers": trainer.args.dataloader_num_workers,
             "batches": {
-                "batch_size": self.trainer.spec.data.batch_size,
-                "gradient_accumulation_steps": self.trainer.spec.train.gradient_accumulation_steps,
+                "batch_size": spec.data.batch_size,
+                "gradient_accumulation_steps": spec.train.gradient_accumulation_steps,
             },
             "data": _counts(data.report),
             **self.merged.shown,
         }
-        if (custom := self.trainer.spec.method.installed) is not None:
-            found["method"] = used_method(custom)
-        if used := used_packages(self.trainer.spec.method.rewards_of_answers):
-            found["reward_functions"] = used
-        if rewards := [model.own.location for model in self.trainer.spec.method.reward_models]:
-            found["reward_models"] = rewards
-        if grading := [
-            one.model if one.adapter is None else one.adapter.model for one in self.trainer.spec.method.grading_models
-        ]:
-            found["grading_models"] = grading
-        if self.trainer.gradient_sync is not None:
-            found["gradient_sync"] = self.trainer.gradient_sync
-        if answers_by_freed_blocks(self.trainer.spec):
-            found["answer_weights"] = "kept" if self.trainer.keeps_gathered else "per_token"
-        if self.trainer.metrics_read is not None:
-            found["metrics_read"] = self.trainer.metrics_read
-        if self.trainer.groups_by_length:
-            found["group_by_length"] = True
-        if averaging := self.trainer.spec.train.averaging:
-            found["averaging"] = {"workers": self.trainer.workers.count, **averaging.model_dump()}
-            if self.trainer.spec.data.group_by_length:
-                found["group_by_length"] = "not used: the rows of each worker are taken without regard to their length"
-        if data.packing:
-            found["packing"] = data.packing
-        if mixture := data.mixed.described():
-            found["mixture"] = mixture
-        if data.sources:
-            found["token_cache"] = data.sources
-        if self.memory:
-            found["memory"] = self.memory
-        if policy.quantization:
-            found["quantization"] = policy.quantization
-        if self.trainer.fused_lora:
-            found["fused_lora"] = self.trainer.fused_lora
-        if policy.adapters:
-            found["lora_target_modules"] = sorted(policy.adapters.target_modules or ())
-        if policy.continued:
-            found["adapters"] = {
-                name: "trained" if name == DEFAULT else "frozen" for name in policy.continued.peft_config
-            }
-        if data.validation_report:
-            found["validation_data"] = _counts(data.validation_report)
-        return found
+        if averaging and spec.data.group_by_length:
+            grouped = "not used: the rows of each worker are taken without regard to their length"
+        perhaps = {
+            "padding_free": self.padding_free,
+            "kept_attention": self.kept_attention,
+            "accumulator_bytes": spec.compute.accumulator_bytes,
+            "method": method.installed and used_method(method.installed),
+            "reward_functions": used_packages(method.rewards_of_answers),
+            "reward_models": [model.own.location for model in method.reward_models],
+            "grading_models": grading,
+            "gradient_sync": trainer.gradient_sync,
+            "answer_weights": answers_by_freed_blocks(spec) and ("kept" if trainer.keeps_gathered else "per_token"),
+            "metrics_read": trainer.metrics_read,
+            "group_by_length": grouped,
+            "averaging": averaging and {"workers": trainer.workers.count, **averaging.model_dump()},
+            "packing": data.packing,
+            "mixture": data.mixed.described(),
+            "token_cache": data.sources,
+            "memory": memory,
+            "quantization": policy.quantization,
+            "fused_lora": trainer.fused_lora,
+            "lora_target_modules": policy.adapters and sorted(policy.adapters.target_modules or ()),
+            "adapters": policy.continued
+            and {name: "trained" if name == DEFAULT else "frozen" for name in policy.continued.peft_config},
+            "validation_data": data.validation_report and _counts(data.validation_report),
+        }
+        return {**always, **{name: value for name, value in perhaps.items() if value}}
 
 
 def build_trainer(
