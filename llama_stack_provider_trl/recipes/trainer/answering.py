@@ -230,10 +230,6 @@ class AnswersPrompts(ScoresReference):
         """As `padded_answers`, of the model's own tokens."""
         return padded_answers(prompts, answers, self.processing_class.pad_token_id)
 
-    def _router(self) -> dict[str, bool]:
-        """Arguments of a forward whose loss keeps the router of a mixture of experts balanced."""
-        return {"output_router_logits": True} if self.aux_loss_enabled else {}
-
     def _count_tokens(self, inputs: dict[str, torch.Tensor], mask: torch.Tensor) -> None:
         """Count the tokens that were trained on, of all ranks. A collective."""
         is_real = mask.any(dim=1)

@@ -83,6 +83,14 @@ class RecipeTrainer(StepCheckpoints, DataOrder, Optimization, SourceLosses, Late
         if training:
             scores.sum().backward()
 
+    def router_arguments(self) -> dict[str, bool]:
+        """Arguments of a forward whose loss keeps the router of a mixture of experts balanced."""
+        return {"output_router_logits": True} if self.aux_loss_enabled else {}
+
+    def balanced(self, loss: torch.Tensor, outputs: Any, steps: int = 1) -> torch.Tensor:
+        """The loss, and of a mixture of experts what keeps its router balanced, divided by `steps`."""
+        return loss + self.router_aux_loss_coef * outputs.aux_loss / steps if self.aux_loss_enabled else loss
+
     @property
     def policy(self) -> Any:
         """The model that is trained, without PEFT's wrapper."""

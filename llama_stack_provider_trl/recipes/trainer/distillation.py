@@ -98,9 +98,7 @@ class DistillationRecipe(AnswersPrompts):
         """The sum of what the head gives for the answers' tokens, in a micro batch, divided by `count`, that of the
         optimizer step. A collective."""
         mask = inputs["completion_mask"][:, 1:]
-        outputs = model(**self._batches.forward_arguments(self.model, inputs), **self._router())
+        outputs = model(**self._batches.forward_arguments(self.model, inputs), **self.router_arguments())
         loss: torch.Tensor = (outputs.log_probs * mask).sum() * self._parts / count
-        if self.aux_loss_enabled:  # mixture of experts: keeps the router balanced
-            loss = loss + self.router_aux_loss_coef * outputs.aux_loss
         self._count_tokens(inputs, mask)
-        return loss
+        return self.balanced(loss, outputs)

@@ -254,7 +254,7 @@ class GrpoRecipe(AnswersPrompts):
         """The policy gradient of a micro batch, divided so that Trainer's mean over micro steps and ranks is the
         step's."""
         with self.scoring():
-            outputs = model(**self._batches.forward_arguments(self.model, inputs), **self._router())
+            outputs = model(**self._batches.forward_arguments(self.model, inputs), **self.router_arguments())
         # After the policy's forward: PEFT switches adapters off by the parameters that a module has at the moment, and
         # on again. Under FSDP2 both have to meet the same ones, whole or sharded.
         reference = self._reference_log_probs(inputs) if self._grpo.beta else None
@@ -273,10 +273,8 @@ class GrpoRecipe(AnswersPrompts):
             total, count = self.accelerator.reduce(torch.stack([(kl.detach() * mask).sum(), mask.sum().float()]))
             self.add_metrics({"kl": total}, count)
         loss = self._mean(losses * mask, mask)
-        if self.aux_loss_enabled:  # mixture of experts: keeps the router balanced
-            loss = loss + self.router_aux_loss_coef * outputs.aux_loss
         self._count_tokens(inputs, mask)
-        return loss
+        return self.balanced(loss, outputs)
 
     def _mean(self, losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """The mean of the tokens' losses by `loss_type`, as a part of the mean over all micro steps and ranks.

@@ -161,9 +161,8 @@ class KtoRecipe(PreparedDatasets, ScoresReference, KTOTrainer):
         return torch.stack([(logratios * real).sum(), real.sum()])
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> torch.Tensor:
-        router = {"output_router_logits": True} if self.aux_loss_enabled else {}
         with self.scoring():
-            outputs = model(**self._batches.forward_arguments(self.model, inputs), **router)
+            outputs = model(**self._batches.forward_arguments(self.model, inputs), **self.router_arguments())
         logps = self._batches.log_probs(outputs, inputs)
         logratios = logps - self.score_reference(inputs)
         labels, real = inputs["label"], inputs["real"]
@@ -180,8 +179,7 @@ class KtoRecipe(PreparedDatasets, ScoresReference, KTOTrainer):
             self._sources.extend(sources or ())
             if self._kto.estimates_kl:
                 self._kl_sums.append(self._mismatched_sums(inputs))
-        if self.aux_loss_enabled:  # mixture of experts: keeps the router balanced
-            loss = loss + self.router_aux_loss_coef * outputs.aux_loss
+        loss = self.balanced(loss, outputs)
         self._note(logps.detach(), logratios.detach(), inputs)
         return loss
 

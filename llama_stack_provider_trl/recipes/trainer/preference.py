@@ -103,9 +103,8 @@ class ReferenceFreeRecipe(PairRecipe):
         return super()._get_num_items_in_batch(batch_samples, device)
 
     def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool) -> torch.Tensor:
-        router = {"output_router_logits": True} if self.aux_loss_enabled else {}
         with self.scoring():
-            outputs = model(**self._batches.forward_arguments(self.model, inputs), **router)
+            outputs = model(**self._batches.forward_arguments(self.model, inputs), **self.router_arguments())
         lengths = self._batches.lengths(inputs)
         real = real_pairs(lengths)
         logps = self._batches.log_probs(outputs, inputs).float()
@@ -128,8 +127,7 @@ class ReferenceFreeRecipe(PairRecipe):
             loss = ranks * (losses.sum() / num_pairs.clamp(min=1) + weight * chosen_loss / all_tokens.clamp(min=1))
             self.add_evaluation(losses.sum(), real.sum())
             self.add_evaluation(weight * chosen_loss, chosen_tokens, part="chosen")
-        if self.aux_loss_enabled:  # mixture of experts: keeps the router balanced
-            loss = loss + self.router_aux_loss_coef * outputs.aux_loss
+        loss = self.balanced(loss, outputs)
         self._note(logps.detach(), {name: value.detach() for name, value in metrics.items()}, real, num_pairs)
         sums = torch.stack([chosen_loss.detach().float(), (self._batches.num_tokens(inputs) * real).sum().float()])
         all_chosen, num_tokens = self.accelerator.reduce(sums)

@@ -74,10 +74,9 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
         num_items_in_batch: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Sum of the negative log-probabilities of the trained tokens, over `num_items_in_batch` of them."""
-        router = {"output_router_logits": True} if self.aux_loss_enabled else {}
         sources, scored = inputs.pop("sources", None), inputs.pop("scored_tokens", ())
         with self.scoring():
-            outputs = model(**self.forward_arguments(inputs, self.model), **router)
+            outputs = model(**self.forward_arguments(inputs, self.model), **self.router_arguments())
         trained = outputs.label_mask.sum()
         count = trained if num_items_in_batch is None else num_items_in_batch
         losses = self.losses_of_tokens(outputs)
@@ -85,9 +84,9 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
         loss = summed / torch.as_tensor(count).clamp(min=1)
         if num_items_in_batch is not None:
             loss = loss * self.workers.size  # the count is over all ranks whose gradients are averaged
-        if self.aux_loss_enabled:  # mixture of experts: keeps the router balanced
-            steps = 1 if num_items_in_batch is None else self.current_gradient_accumulation_steps
-            loss = loss + self.router_aux_loss_coef * outputs.aux_loss / steps
+        loss = self.balanced(
+            loss, outputs, 1 if num_items_in_batch is None else self.current_gradient_accumulation_steps
+        )
         if not self.model.training:
             self.add_evaluation(summed, trained)
         if sources is not None:
