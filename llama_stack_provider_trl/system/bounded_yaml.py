@@ -101,11 +101,7 @@ def check_levels(content: bytes) -> None:
 
 
 def values_of(node: yaml.Node, counted: dict[int, int]) -> int:
-    """How many values a node stands for. Raises ValueError: it contains itself.
-
-    Args:
-        counted: those of nodes that were counted before.
-    """
+    """How many values a node stands for. Raises ValueError: it contains itself."""
     if not isinstance(node, yaml.CollectionNode):
         return 1
     if (known := counted.get(id(node))) is not None:

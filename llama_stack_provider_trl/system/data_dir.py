@@ -35,8 +35,6 @@ def is_aside(name: str) -> bool:
 
 
 class DataEntry(NamedTuple):
-    """Something that lies in a data directory."""
-
     name: re.Pattern[str]
     """Of what lies in `directory`."""
     kind: Literal["file", "directory"]
@@ -183,7 +181,6 @@ class DataDir:
         return [table.locate(place) for place in (*places, *mounted)], table.locate(checkpoints)
 
     def job_names(self) -> list[str]:
-        """Names of the jobs that have run directories."""
         found = (path for path in _listed(self.jobs) if not is_aside(path.name))
         return [path.name for path in found if (path / "attempts").is_dir()]
 
