@@ -98,7 +98,6 @@ class TrainingData:
         return [*self.report.warnings, *of_validation, *self.duplicates]
 
     def with_filler(self) -> TrainingData:
-        """The same data with a filler row at the end of each dataset."""
         return replace(self, train=with_filler(self.train), validation=self.validation and with_filler(self.validation))
 
 
@@ -144,7 +143,6 @@ class BuiltTrainer:
 
     @property
     def passes_mask(self) -> bool:
-        """Whether the model gets an attention mask."""
         spec = self.trainer.spec
         if spec.data.packed:
             return False
@@ -232,7 +230,6 @@ def build_trainer(
         fencing_token: None: no other attempt writes into the job's checkpoint directory.
         require_space: as in RecipeTrainer; None: `need_space` in the job's checkpoint directory.
         trained_batch_size: rows of a micro batch of the attempt that this one continues; None: there was none.
-        has_run_out: whether an attempt of the job ran out of memory.
     """
     writer, batch_plan = writer or NullEventWriter(), batch_plan or BatchPlan.of_job(spec)
     recipe, arguments = trainer_of(spec)  # first: what is not installed cannot train
@@ -337,7 +334,6 @@ def _sources(train: MixedRows, validation: MixedRows | None) -> dict[str, str]:
 
 
 def load_policy(spec: JobSpec, device: torch.device, warn: Callable[[str], None] = lambda _: None) -> Policy:
-    """Load the model to train, and check that it can do what the job asks for."""
     storage = WeightStorage.of(spec)
     model = load_model(spec.source, storage, device, warn)
     set_attention(spec, model)

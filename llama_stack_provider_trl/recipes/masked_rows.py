@@ -57,8 +57,6 @@ class MaskedRow:
 
 @dataclass(frozen=True)
 class RowReader:
-    """Reads the rows of a job as they are trained."""
-
     spec: JobSpec
     chat: Chat
     taught: Chat | None
@@ -87,7 +85,6 @@ class RowReader:
                     return
 
     def _of_dataset(self, dataset: DatasetRef, first: int, most: int | None) -> Iterator[list[list[MaskedRow]]]:
-        """The examples of each row of a dataset, a chunk at a time. Of a mixture, failures name the dataset."""
         read = enumerate(
             read_examples(
                 dataset.path, self.spec.algorithm, data_format=self.spec.data.data_format, names=dataset.names

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> int:
-    """Merge what the spec names; returns the exit status (0 done, 1 failed)."""
     return write_result(argv, lambda text: merge_adapter(AdapterMergeSpec.model_validate_json(text)))
 
 

@@ -63,8 +63,6 @@ def merge(spec: MergeSpec) -> dict[str, Any]:
 
 
 class _Weights:
-    """The weights of a model, or adapter, in its safetensors files."""
-
     def __init__(self, given: ModelSource, stack: ExitStack) -> None:
         self.given = given.model
         self.directory = _directory(given)

@@ -37,15 +37,11 @@ class _Layout(NamedTuple):
 
 
 class Outline(NamedTuple):
-    """A tensor without its values."""
-
     shape: torch.Size
     dtype: torch.dtype
 
 
 class LocalRows(NamedTuple):
-    """The rows of a tensor on this rank."""
-
     values: torch.Tensor
     first: int
     """Its first row in the whole tensor."""

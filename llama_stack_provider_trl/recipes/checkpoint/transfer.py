@@ -33,12 +33,10 @@ class Disks:
 
     @property
     def is_shared(self) -> bool:
-        """Whether all ranks see it."""
         return len(self.with_first) == self.world_size
 
     @property
     def sees_first(self) -> bool:
-        """Whether this rank sees it."""
         return ranks.rank() in self.with_first
 
     @property
@@ -73,8 +71,6 @@ def find_disks(directory: Path) -> Disks:
 
 
 class Piece(NamedTuple):
-    """Some bytes of a file."""
-
     name: str
     offset: int
     data: torch.Tensor

@@ -40,8 +40,6 @@ FILE_BYTES = 2 << 30
 
 
 class Weight(NamedTuple):
-    """One weight as it is to stand in a file."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
     digest: str
@@ -304,7 +302,6 @@ def _meta(source: _Source) -> torch.Tensor:
 
 
 def _file_by_weight(directory: Path, file: str) -> dict[str, str]:
-    """Which file holds which weight."""
     index = directory / SAFE_WEIGHTS_INDEX_NAME
     if index.exists():
         return dict(json.loads(index.read_text())["weight_map"])

@@ -52,8 +52,6 @@ TokenIndex = Callable[[int, bool], int]
 
 
 class Rendered(NamedTuple):
-    """A conversation as a chat template writes it."""
-
     text: str
     unwritten: list[int]
     """The turns that it does not write."""
@@ -85,13 +83,11 @@ class LostTurns(_LostRows):
     roles: Counter[str] = field(default_factory=Counter)
 
     def add(self, roles: Sequence[str], row: int) -> None:
-        """Count those of one row."""
         if roles:
             self.roles.update(roles)
             self._add(row)
 
     def add_all(self, others: LostTurns) -> None:
-        """Count those of other rows."""
         self.roles.update(others.roles)
         self._add_rows(others)
 
@@ -100,7 +96,6 @@ class LostTurns(_LostRows):
 
         Args:
             owner: whose template it is, where it is not the trained model's.
-            row: what a row is called with its number.
         """
         if not self.rows:
             return None
@@ -118,13 +113,11 @@ class LostTexts(_LostRows):
     answers: int = 0
 
     def add(self, answers: int, row: int) -> None:
-        """Count those of one row."""
         if answers:
             self.answers += answers
             self._add(row)
 
     def add_all(self, others: LostTexts) -> None:
-        """Count those of other rows."""
         self.answers += others.answers
         self._add_rows(others)
 
@@ -184,7 +177,6 @@ def check_chat_template(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> No
 
 
 def default_chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The template that a tokenizer without one is given."""
     begins = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
     return ("{{ bos_token }}" if begins else "") + DEFAULT_CHAT_TEMPLATE
 
@@ -229,7 +221,6 @@ class Chat:
 
     @cached_property
     def has_generation_header(self) -> bool:
-        """Whether the template writes something for `add_generation_prompt`."""
         prompt: list[Message] = [{"role": "user", "content": OPEN + CLOSE}]
         plain = self.render_part(prompt)
         return plain is None or plain != self.render_part(prompt, add_generation_prompt=True)
@@ -435,12 +426,7 @@ class Chat:
             return None
 
     def warnings(self, example: str, examples: int) -> Iterator[str]:
-        """What a user should know of the template, beside the turns that it leaves out and the ends of answers.
-
-        Args:
-            example: what a sequence or pair is called.
-            examples: those that were made of the rows.
-        """
+        """What a user should know of the template, beside the turns that it leaves out and the ends of answers."""
         if self.template_warning:
             yield self.template_warning
         if self.diverged:

@@ -26,8 +26,6 @@ _GREATEST = ("max_tokens", "largest_id")
 
 @dataclass(frozen=True)
 class MixedRows:
-    """The rows of a job's datasets, one dataset after another."""
-
     dataset: Dataset
     report: DataReport
     """On all of them."""
@@ -45,7 +43,6 @@ class MixedRows:
         return {name: part.source for name, part in zip(self.names, self.parts, strict=True)}
 
     def counted(self) -> CountedExamples:
-        """The examples of all datasets, for `duplicates`."""
         digests, rows = ExampleDigests(), 0
         for part in self.parts:
             digests.add(part.digests, rows)
@@ -106,7 +103,6 @@ def validation_rows(preparation: Preparation, data: DataSpec, most: int | None) 
 
 
 def _prepared(preparation: Preparation, ref: DatasetRef, of: int, first: int | None = None) -> PreparedRows:
-    """The rows of one of several datasets, whose failures name it."""
     try:
         return preparation.rows(ref, first)
     except (JobFailure, InvalidRows) as error:
@@ -133,7 +129,6 @@ def _joined(refs: Sequence[DatasetRef], parts: Sequence[PreparedRows]) -> MixedR
 
 
 def _combined(names: Sequence[str], reports: Sequence[DataReport]) -> DataReport:
-    """One report on all datasets, whose messages name theirs."""
     largest = max(reports, key=lambda report: report.largest_id)
     values: dict[str, Any] = {}
     for field in fields(DataReport):

@@ -144,8 +144,6 @@ def _byte_fallback(text: str) -> bytes:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Bytes as text."""
-
     text: str
     """Each run of bytes that are no UTF-8 is one U+FFFD in it."""
     at: tuple[int | None, ...]

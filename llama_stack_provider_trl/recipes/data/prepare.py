@@ -91,8 +91,6 @@ class DataReport:
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """Consecutive rows of a file."""
-
     first: int
     """Number of the first of them in the file."""
     count: int
@@ -101,8 +99,6 @@ class RowRange:
 
 
 class Reading(TypedDict, total=False):
-    """How rows are read."""
-
     data_format: DataFormat | None
     names: RowNames | None
     rows: RowRange | None
@@ -150,7 +146,6 @@ class Tokenization:
 
     @property
     def rows(self) -> int:
-        """Rows of the dataset that have been read so far."""
         return self.counter.rows
 
     def report(self) -> DataReport:
@@ -159,7 +154,6 @@ class Tokenization:
         return self.counter.report(self.unit, self.chat, self.teacher)
 
     def collect(self) -> tuple[Dataset, DataReport]:
-        """All rows in memory, and the report on them."""
         tables = list(self.tables)
         report = self.report()
         return in_memory(tables), report
@@ -175,7 +169,6 @@ def tokenize(
     """Tokenize a dataset of the job for its trainer.
 
     Args:
-        teacher: the tokenizer of a teacher with another vocabulary.
         rows: those that are tokenized; None: all.
     """
     data, names, first = spec.data, dataset.names, rows.first if rows else 0
@@ -224,11 +217,9 @@ def tokenize_sft(
 
     Args:
         tokenizer: one without a chat template is given `DEFAULT_CHAT_TEMPLATE`, so that checkpoints carry it.
-        max_seq_length: tokens; longer sequences are cut.
         train_on_input: the loss covers every token, whatever `train_on` is.
         reasoning: whether thoughts are left out of the rows.
         side: right, sequences lose their end; left, their beginning, but for a `bos_token`.
-        first: number of the first example's row.
         images: reads those of the rows, which are in the column `IMAGES` then. A row whose cut would take a token of
             an image is dropped.
     """
@@ -465,12 +456,7 @@ class TruncationCounter:
         beside: Sequence[float] = (),
     ) -> tuple[list[int], list[int], list[int]] | None:
         """The pair, cut; None if it is dropped because the prompt takes all `limit` tokens, or would lose a part of an
-        image.
-
-        Args:
-            never_cut: tokens of images.
-            beside: numbers by which the pair differs from others with these tokens.
-        """
+        image."""
         longest = max(len(chosen), len(rejected))
         length = len(prompt) + longest
         self._count(length)
@@ -584,7 +570,6 @@ class TruncationCounter:
         )
 
     def warnings(self, unit: str, chat: Chat, teacher: Chat | None = None) -> list[str]:
-        """What a user should know of the rows so far."""
         lost, example = self.lost_turns(unit, chat, teacher), self._example(unit)
         made = [f"{self.rows} rows make {self.examples} {example}s"] if self.examples != self.rows else []
         of_chat = chat.warnings(example, self.examples)
@@ -600,7 +585,6 @@ class TruncationCounter:
 
     @property
     def dropped(self) -> int:
-        """Examples that were not kept."""
         return self.examples - self.kept
 
     def _row(self, unit: str) -> str:
@@ -608,11 +592,9 @@ class TruncationCounter:
         return unit if self.examples == self.rows else "row"
 
     def _example(self, unit: str) -> str:
-        """What an example is called in messages."""
         return "sequence" if self.examples != self.rows and unit == "row" else unit
 
     def nothing_left(self, unit: str, chat: Chat) -> str:
-        """Why there is nothing to train on."""
         if not self.rows:
             return "the dataset is empty: expected at least one row"
         if not self.examples:

@@ -88,9 +88,6 @@ class ShardedRows:
     def complete(self, shards: Shards, show: Callable[[int], None]) -> Tokenization:
         """Tokenize the shards that are not there yet; returns the counts of all.
 
-        Args:
-            show: called with the rows that are done.
-
         Raises:
             JobFailure, InvalidRows: as `tokenize`; of several rows that cannot be read, for the first.
             NotCached: the disk cannot hold them.
@@ -142,7 +139,6 @@ def workers_for(rows: ShardedRows, shards: int) -> int:
 
 
 def _write_all(rows: ShardedRows, left: Sequence[tuple[int, RowRange]], shown: Callable[[int, int], None]) -> None:
-    """Write shards, in processes of their own and, where none is left, in this one."""
     waiting = list(reversed(left))
     failed: dict[int, Exception] = {}
     workers = _started(rows, workers_for(rows, len(left)))

@@ -43,7 +43,6 @@ class Replicas:
         return self.rank == 0
 
     def gather[Value](self, value: Value) -> list[Value]:
-        """Every rank's value, by rank."""
         if self.count == 1:
             return [value]
         values: list[Any] = [None] * self.count
@@ -51,7 +50,6 @@ class Replicas:
         return values
 
     def of_first[Value](self, value: Value) -> Value:
-        """The first rank's value."""
         if self.count == 1:
             return value
         values = [value]

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> int:
-    """Evaluate the spec; returns the exit status (0 done, 1 failed)."""
     return write_result(argv, lambda text: evaluate(JobSpec.model_validate_json(text)))
 
 
@@ -111,7 +110,6 @@ def _built(spec: JobSpec, writer: EventWriter) -> BuiltTrainer:
 
 
 def _parameters(built: BuiltTrainer) -> int:
-    """Parameters of all models that are evaluated."""
     from ..model.loading import parameter_counts
     from ..trainer.ensemble import EnsembleRecipe
 

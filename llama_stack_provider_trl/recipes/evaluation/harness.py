@@ -292,7 +292,6 @@ def _rows_of(line: Mapping[str, Any]) -> int:
 
 
 def _result(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The result of a job."""
     merged: dict[str, Any] = {"tasks": {}, "groups": {}, "details": {}}
     left_out: list[str] = []
     for line in lines:

@@ -35,8 +35,6 @@ def collate_rows(rows: Sequence[Mapping[str, Any]]) -> Inputs:
 
 
 class _Flat:
-    """Batches in one sequence."""
-
     def forward_arguments(self, model: torch.nn.Module, inputs: Inputs) -> Inputs:
         """Arguments of a forward of `model` that scores the answers."""
         return forward_arguments(inputs)
@@ -184,11 +182,7 @@ class _Sequence:
         self.groups: list[Group] = []
 
     def add(self, prefix: Sequence[int], rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
-        """Add a group.
-
-        Args:
-            rows: what follows the prefix in each, as ids and labels.
-        """
+        """Add a group."""
         last = len(self.ids) + len(prefix) - 1
         self._extend(prefix, 0)
         computed = []

@@ -61,9 +61,7 @@ def collate_share(size: int, position: int, rows: Sequence[Mapping[str, Any]]) -
     `layout` is that of the whole sequence. `num_tokens` counts on the first rank only.
 
     Args:
-        size: ranks that share the batch.
         position: of this one in their order.
-        rows: as in `collate_rows`.
     """
     whole = collate_rows(rows)
     ids, positions, scored, labels = (whole[name] for name in ("input_ids", "position_ids", "scored", "shift_labels"))
@@ -90,7 +88,6 @@ def attend_across_ranks(model: PreTrainedModel, group: Any, size: int) -> None:
 
     Args:
         group: of the ranks that share a batch, by their positions in it.
-        size: how many they are.
     """
     name = model.config._attn_implementation
     attend: Callable[..., Any] = AttentionInterface()[name]

@@ -185,7 +185,6 @@ def _compare(directory: Path, found: Mapping[str, tuple[int, ...]], expected: Ma
 
 
 def frozen(spec: JobSpec, model: PreTrainedModel) -> PeftModel:
-    """A reference model of its own with the adapter that the job continues."""
     assert spec.lora is not None
     return continued(spec, model, adapter_config(model, spec.lora), reference=False).requires_grad_(False)
 

@@ -49,8 +49,6 @@ _INTEGERS = {"I64", "I32", "I16", "I8", "BOOL"}
 
 
 class WeightFiles(NamedTuple):
-    """The files on this machine that a model's weights are loaded from."""
-
     paths: list[Path]
     is_complete: bool
     """None has to be downloaded."""
@@ -122,7 +120,6 @@ def has_tokenizer_files(directory: Path) -> bool:
 
 
 def check_adapter_files(directory: Path) -> None:
-    """As `check_files`, of an adapter."""
     for name in ADAPTER_FILES:
         if (directory / name).is_file():
             _refuse_damage(f"adapter {str(directory)!r}", name, directory / name)

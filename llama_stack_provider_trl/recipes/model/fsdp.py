@@ -211,9 +211,6 @@ def shard_frozen(
     Every block is a unit, and so are embeddings that are not tied to the output weights; the root holds the rest. TRL
     makes one unit of the whole model, which a forward gathers. Parts are freed after use even under SHARD_GRAD_OP,
     since no backward follows that would free them.
-
-    Args:
-        fully_shard: FSDP2's, or one that does what it does.
     """
     plugin = accelerator.state.fsdp_plugin
     mesh = getattr(accelerator, "torch_device_mesh", None)

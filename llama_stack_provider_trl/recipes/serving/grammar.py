@@ -86,7 +86,6 @@ class SchemaMatcher:
         return scores.masked_fill(~allowed.to(scores.device), -torch.inf)
 
     def add(self, token: int) -> None:
-        """Take the token that was chosen."""
         self._matcher.consume_token(token)
         self._check()
 

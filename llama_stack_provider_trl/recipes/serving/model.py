@@ -171,7 +171,6 @@ class ServedModel:
         return list(ids)
 
     def _room(self, ids: list[int], wanted: int | None) -> int:
-        """Tokens of an answer at most."""
         if self._positions is None:
             return wanted or _WITHOUT_POSITIONS
         if len(ids) + (wanted or 1) > self._positions:
@@ -255,8 +254,6 @@ class ServedModel:
 
 
 class _Answering:
-    """An answer that is being computed."""
-
     def __init__(self, voice: _Voice, request: ServeRequest, prompt: list[int]) -> None:
         self.voice, self.request = voice, request
         # The answer in a chat is a text of its own; a completion continues that of the prompt.

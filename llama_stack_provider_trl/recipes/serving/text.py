@@ -50,7 +50,6 @@ class AnswerText:
         return self._from_sent(text, end - _begun(text[:end], self._stops))
 
     def rest(self) -> str:
-        """What was kept back until the end."""
         text = self._decoded()
         return "" if self.is_stopped else self._from_sent(text, len(text))
 

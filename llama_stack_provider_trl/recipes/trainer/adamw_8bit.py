@@ -38,7 +38,6 @@ class AdamW8Bit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Update every weight that has a gradient."""
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is None:
@@ -127,12 +126,10 @@ def _initial(weight: torch.Tensor) -> dict[str, Any]:
 
 
 def _zeros_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Sharded as `tensor`."""
     return torch.zeros_like(tensor, dtype=dtype, requires_grad=False, memory_format=torch.contiguous_format)
 
 
 def _chunks(values: torch.Tensor) -> Iterable[slice]:
-    """Rows to update at a time."""
     if values.device.type != "cpu":
         return [slice(None)]
     at_once = max(1, _CPU_CHUNK // math.prod(values.shape[1:]))

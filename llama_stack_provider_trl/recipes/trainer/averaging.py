@@ -79,7 +79,6 @@ class OuterOptimizer:
         return taken
 
     def _step_one(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        """The common values of a weight after a step."""
         spec, momentum = self.spec, local(self.momentum[name])
         momentum.mul_(spec.outer_momentum).add_(gradient)
         update = gradient.add(momentum, alpha=spec.outer_momentum) if spec.nesterov else momentum

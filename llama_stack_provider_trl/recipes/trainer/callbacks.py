@@ -61,9 +61,7 @@ class JobCallback(TrainerCallback):
 
     Args:
         control: a file; the job is to stop once it exists.
-        effective: what was decided beyond the spec.
         start_step: optimizer steps done in the checkpoint that training resumes from.
-        resumed_from: that checkpoint.
         answers: of the job's `samples`; None: it has none.
         mbit_per_s: between the job's nodes; None: there is one, or it was not measured.
     """
@@ -339,7 +337,6 @@ class JobCallback(TrainerCallback):
             control.should_save = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Reset the counters of a checkpoint, which is copied and being written by now."""
         self._busy_since = None
         self._losses.clear()
         self._last_saved = state.global_step
@@ -368,7 +365,6 @@ class JobCallback(TrainerCallback):
         return passes_multiple(state.global_step, interval, steps)
 
     def _is_evaluated(self, state: TrainerState) -> bool:
-        """Whether an evaluation is planned after this step."""
         return self.spec.train.eval_steps is not None and state.global_step % self.spec.train.eval_steps == 0
 
     def _save(self, control: TrainerControl, evaluate: bool = True) -> None:

@@ -131,7 +131,6 @@ def parameters_of(spec: JobSpec) -> BaseModel:
 
 
 def used_method(method: CustomSpec) -> dict[str, str]:
-    """What trains a job, for its record."""
     found = _find(method)
     return {"type": found.name, "package": found.package, "version": found.version, "trainer": found.method.trainer}
 

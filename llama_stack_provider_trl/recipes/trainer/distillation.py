@@ -71,7 +71,6 @@ class DistillationRecipe(AnswersPrompts):
 
     @cached_property
     def _rows(self) -> RowsOnDemand:
-        """The prompts as the dataset has them."""
         return RowsOnDemand(self.spec.data.dataset.path, (), self.spec.data.dataset.names, were_read=True)
 
     def compute_loss(

@@ -60,11 +60,7 @@ class GoldRecipe(DistillationRecipe):
         self._distance = UniversalDistance(self._uld, self._method.beta, vocabularies)
 
     def align(self, prompt: list[int], ids: list[int]) -> Aligned:
-        """An answer as the teacher reads it.
-
-        Args:
-            prompt: as the teacher reads it.
-        """
+        """An answer as the teacher reads it."""
         return align(
             ids,
             self._own,
@@ -159,7 +155,6 @@ def _scored(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _side(head: Head, inputs: dict[str, torch.Tensor], temperature: float) -> Side:
-    """What a head has of the answers' tokens."""
     scored = _scored(inputs)
     tokens = inputs["input_ids"][:, 1:].flatten()[scored]
     return Side(head.of_rows(scored) if len(head.hidden) == len(scored) else head, tokens, temperature)

@@ -159,7 +159,6 @@ class GrpoRecipe(AnswersPrompts):
         return sum(group.tokens for group in groups)
 
     def _groups_of(self, prompts: list[list[int]], answers: list[list[int]]) -> dict[str, Any]:
-        """A batch of prompts, each with its answers."""
         if isinstance(self._batches, FlatGroups):
             return self._batches.collate(prompts, answers, self._filler)
         return self._collated([prompt for prompt in prompts for _ in range(self._grpo.num_generations)], answers)
@@ -183,7 +182,6 @@ class GrpoRecipe(AnswersPrompts):
     def _groups(
         self, rows: list[int], answers: list[list[int]], replied: Mapping[int, list[dict[str, Replied]]]
     ) -> list[Group]:
-        """The prompts of a micro batch, with the rewards of their answers."""
         count, ends = self._grpo.num_generations, self._ends()
         of_rows = [one for row in rows for one in replied.get(row, ())]
         scores = self._score(rows, answers, of_rows) if rows else Scores([], [], [], [])

@@ -50,7 +50,6 @@ class PaddedAnswers(PaddedPairs):
         self._collate = DataCollatorForUnpairedPreference(pad_token_id=pad_token_id)
 
     def collate(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> dict[str, Any]:
-        """The inputs of a batch of prompts and answers."""
         batch = self._collate(
             [{"prompt_ids": prompt, "completion_ids": answer, "label": False} for prompt, answer in rows]
         )
@@ -62,7 +61,6 @@ class MismatchedRows(torch.utils.data.Dataset[dict[str, Any]]):
 
     Args:
         rows: with the columns prompt_ids, completion_ids and label.
-        num_rows: without a filler.
         limit: tokens of a prompt with an answer; the other answer loses its end.
     """
 
@@ -81,7 +79,6 @@ class MismatchedRows(torch.utils.data.Dataset[dict[str, Any]]):
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """While this is open, the model computes without dropout."""
     training = model.training
     model.eval()
     try:
@@ -144,7 +141,6 @@ class KtoRecipe(PreparedDatasets, ScoresReference, KTOTrainer):
         return super()._get_train_sampler()  # of the prepared rows, which have lengths
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Trainer's, which sees all batches of an optimizer step before the first of them is computed."""
         if self._kto.estimates_kl and batch_samples:
             sums = torch.stack([self._mismatched_sums(inputs) for inputs in batch_samples]).sum(dim=0)
             self._kl_of_step = _kl(self.accelerator.reduce(sums))

@@ -104,7 +104,6 @@ class PairRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
             set_adapter_dropout(self.model, spec.lora.dropout)
 
     def batches(self, spec: JobSpec) -> FlatPairs | PaddedPairs:
-        """The kind of batches that the job is trained on."""
         return FlatPairs() if spec.compute.padding_free else PaddedPairs(spec)
 
 

@@ -96,7 +96,6 @@ class ReferenceFreeRecipe(PairRecipe):
         return self._batches.lengths(inputs).chunk(2)[0]
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Trainer's, which sees all batches of an optimizer step before the first of them is computed."""
         if self.chosen_weight:
             counts = [self.chosen_tokens(inputs).sum() for inputs in batch_samples]
             self._chosen_tokens_of_step = self.accelerator.reduce(moved(torch.stack(counts).sum(), device))
@@ -182,8 +181,6 @@ class OrpoRecipe(ReferenceFreeRecipe):
 
 
 class CpoRecipe(ReferenceFreeRecipe):
-    """CPO and SimPO."""
-
     def __init__(self, *, spec: JobSpec, **arguments: Any) -> None:
         if not isinstance(spec.method, CpoSpec):
             raise AssertionError("a CPO job without a CpoSpec")

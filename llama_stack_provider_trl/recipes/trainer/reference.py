@@ -228,7 +228,6 @@ class Precomputation:
         )
 
     def _adapter_of_key(self, cache: LogProbCache) -> dict[str, str]:
-        """The adapter of the reference, by its content; keys of references without one have no such entry."""
         adapter = self._spec.adapter
         return {"adapter": cache.content(adapter.directory)} if adapter and has_reference_adapter(self._spec) else {}
 

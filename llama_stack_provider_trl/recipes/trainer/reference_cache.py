@@ -38,7 +38,6 @@ class LogProbCache:
     """The cache directory. Several processes may use it at a time.
 
     Args:
-        directory: made when something is stored.
         heartbeat: called while files are read, which takes minutes with large models.
     """
 

@@ -81,7 +81,6 @@ class RewardRecipe(PreparedDatasets, RecipeTrainer, RewardTrainer):
         return (loss, {"logits": rewards}) if return_outputs else loss
 
     def _note(self, rewards: torch.Tensor, real: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
-        """Add a batch to the metrics; returns its pairs, over all ranks."""
         values = reward_metrics(rewards)
         sums = torch.stack([*((value * real).sum() for value in values.values()), real.sum(), num_tokens.float()])
         *totals, num_pairs, all_tokens = self.accelerator.reduce(sums)

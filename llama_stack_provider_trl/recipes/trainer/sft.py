@@ -116,7 +116,6 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
         return torch.stack([part.sum() for part in of_tokens.split(list(scored))]), counts
 
     def forward_arguments(self, inputs: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
-        """Arguments of a forward of `model` that scores a collated batch."""
         if self.spec.compute.padding_free:
             return forward_arguments(inputs)
         # Without an attention mask transformers separates the rows of a packed sequence by their positions, and takes

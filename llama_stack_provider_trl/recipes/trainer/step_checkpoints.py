@@ -48,7 +48,6 @@ class StepCheckpoints(DataOrder, Optimization):
     Args:
         chooses_gradient_sync: the job leaves `gradient_sync` to the recipe: `spec` has what its memory permits.
         require_space: called with the bytes of a checkpoint before it is written; raises where they do not fit.
-        fencing_token: whether this attempt may write into the job's checkpoint directory.
     """
 
     checkpoint_fields: Callable[[], dict[str, Any]]
@@ -132,7 +131,6 @@ class StepCheckpoints(DataOrder, Optimization):
             (Path(output_dir) / _SCHEDULER).write_text(json.dumps(self.lr_scheduler.state_dict()))
 
     def _save_scaler(self, output_dir: str) -> None:
-        """Write the loss scaling of a job in fp16."""
         if ranks.rank() == 0 and self.accelerator.scaler is not None:
             (Path(output_dir) / _SCALER).write_text(json.dumps(self.accelerator.scaler.state_dict()))
 
@@ -179,7 +177,6 @@ class StepCheckpoints(DataOrder, Optimization):
 
     @property
     def _has_same_ranks(self) -> bool:
-        """Whether as many ranks wrote the checkpoint that training resumes from."""
         return bool(self._restored.get("world_size", ranks.world_size()) == ranks.world_size())
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:

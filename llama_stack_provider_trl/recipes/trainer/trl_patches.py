@@ -196,7 +196,6 @@ class TrlKernels:
     def fold(
         self, tile: torch.Tensor, targets: torch.Tensor, with_top1: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """See `recipes.fast.head.Kernels`."""
         import torch
         import trl.kernels.chunked_logprob as kernels
 
@@ -221,7 +220,6 @@ class TrlKernels:
     def differentiate(
         self, tile: torch.Tensor, targets: torch.Tensor, log_sums: torch.Tensor, factors: torch.Tensor
     ) -> None:
-        """See `recipes.fast.head.Kernels`."""
         import trl.kernels.chunked_logprob as kernels
 
         if not len(tile):
@@ -239,7 +237,6 @@ class TrlKernels:
         )
 
     def add_product(self, sums: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> None:
-        """See `recipes.fast.head.Kernels`."""
         import trl.kernels.chunked_logprob as kernels
 
         kernels._addmm_fp32(sums, one, other)

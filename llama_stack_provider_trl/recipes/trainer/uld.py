@@ -50,8 +50,6 @@ class Vocabularies:
 
 @dataclass(frozen=True)
 class Side:
-    """What one of the models has computed of the answers' tokens."""
-
     head: Head
     tokens: torch.Tensor
     """Their numbers, shape (tokens,)."""
