@@ -297,6 +297,11 @@ def _own_groups() -> dict[str, str]:
     return {controllers: path.lstrip("/") for _, controllers, path in (line.split(":", 2) for line in lines)}
 
 
+def _upwards(root: Path, group: str) -> list[Path]:
+    """The directories of a control group, and of those around it."""
+    return [place for place in (root / group, *(root / group).parents) if place.is_relative_to(root)]
+
+
 def _cpu_quotas() -> Iterator[float]:
     """CPUs that each control group (version 2 and 1) allows this process together with the others in it."""
     own = _own_groups()
@@ -307,10 +312,7 @@ def _cpu_quotas() -> Iterator[float]:
             ("cpu.cfs_quota_us", "cpu.cfs_period_us"),
         ),
     ):
-        home = root / group
-        for place in (home, *home.parents):
-            if not place.is_relative_to(root):
-                break
+        for place in _upwards(root, group):
             with contextlib.suppress(OSError, ValueError):  # no such file: the root; "max" is no number: no quota
                 quota, period = (int(text) for name in files for text in (place / name).read_text().split())
                 if quota > 0:  # -1: none
@@ -331,9 +333,8 @@ def _memory_groups() -> Iterator[tuple[int, int]]:
             r"total_(?:in)?active_file",
         ),
     ):
-        home = root / group
-        for place in (home, *home.parents):
-            if place.is_relative_to(root) and (limit := _smallest(place, limits)) is not None:
+        for place in _upwards(root, group):
+            if (limit := _smallest(place, limits)) is not None:
                 yield limit, _taken(place, usage, cached, limit)
 
 
