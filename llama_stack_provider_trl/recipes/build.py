@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from datasets import Dataset
 from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -17,12 +16,10 @@ from ..specs.job import Dtype, JobSpec
 from .checkpoint.fencing import FencingToken
 from .checkpoint.step import need_space
 from .data.chat import check_chat_template
-from .data.duplicates import duplicates
-from .data.lengths import num_rows, row_lengths
-from .data.mixed import MixedRows, training_rows, validation_rows
+from .data.lengths import row_lengths
+from .data.mixed import TrainingData, prepared_data
 from .data.padding import problem_of_padding
-from .data.prepare import DataReport, with_filler
-from .data.prepared import Preparation
+from .data.prepare import DataReport
 from .data.prompts import encode_prompts
 from .data.sampling import BatchPlan
 from .distributed import ranks
@@ -73,32 +70,6 @@ from .vision import with_images
 
 _NOT_COUNTS = ("warnings", "lost_turns", "largest_id", "largest_id_row")
 """Of a report on rows: what the job's record lacks."""
-
-
-@dataclass(frozen=True)
-class TrainingData:
-    """The tokenized datasets of a job, and what became of their rows."""
-
-    train: Dataset
-    validation: Dataset | None
-    report: DataReport
-    validation_report: DataReport | None
-    mixed: MixedRows
-    """The datasets that are trained on, and of a mixture, what an epoch takes of each."""
-    packing: dict[str, int] | None
-    """Of a packed job: rows and sequences."""
-    sources: dict[str, str]
-    """Of a job that has a token cache: dataset -> whether its rows were found there (`PreparedRows.source`)."""
-    duplicates: list[str]
-    """Sentences on examples that are trained several times, or are in the validation dataset, too."""
-
-    @property
-    def warnings(self) -> list[str]:
-        of_validation = self.validation_report.warnings if self.validation_report else []
-        return [*self.report.warnings, *of_validation, *self.duplicates]
-
-    def with_filler(self) -> TrainingData:
-        return replace(self, train=with_filler(self.train), validation=self.validation and with_filler(self.validation))
 
 
 @dataclass(frozen=True)
@@ -296,41 +267,10 @@ def build_trainer(
 def load_data(
     spec: JobSpec, tokenizer: PreTrainedTokenizerBase, writer: EventWriter, rows_per_step: int
 ) -> TrainingData:
-    """Tokenize the job's datasets, and pack them where the job does."""
+    """As `prepared_data`, of a job whose own packages are installed here."""
     check_rows_of_jobs(spec)
-    teacher = load_teacher_tokenizer(spec)
-    preparation = Preparation(
-        spec,
-        tokenizer,
-        writer,
-        *(ref for one in spec.data.mixed for ref in (one.dataset, one.validation)),
-        teacher=teacher,
-        embeddings=vocabulary_size(spec.source),
-    )
-    cap = spec.train.max_steps_per_epoch
-    train = training_rows(preparation, spec.data, None if cap is None else cap * rows_per_step)
-    steps = spec.data.max_validation_steps
-    validation = validation_rows(preparation, spec.data, None if steps is None else steps * spec.data.batch_size)
-    held_out = validation.counted() if validation else None
-    return TrainingData(
-        train=train.dataset,
-        validation=validation.dataset if validation else None,
-        report=train.report,
-        validation_report=validation.report if validation else None,
-        mixed=train,
-        packing={"rows": num_rows(train.dataset), "sequences": len(train.dataset)} if spec.data.packed else None,
-        sources=_sources(train, validation) if spec.data.token_cache else {},
-        duplicates=duplicates(spec.data.duplicates, train.counted(), held_out),
-    )
-
-
-def _sources(train: MixedRows, validation: MixedRows | None) -> dict[str, str]:
-    found = dict[str, str]()
-    for use, rows in (("train_dataset", train), ("validation_dataset", validation)):
-        if rows is not None:
-            several = len(rows.names) > 1
-            found |= {f"{use} {name}" if several else use: source for name, source in rows.found.items()}
-    return found
+    embeddings = vocabulary_size(spec.source)
+    return prepared_data(spec, tokenizer, writer, rows_per_step, load_teacher_tokenizer(spec), embeddings)
 
 
 def load_policy(spec: JobSpec, device: torch.device, warn: Callable[[str], None] = lambda _: None) -> Policy:
