@@ -311,17 +311,6 @@ def weights_name(model: Model) -> str:
     return "adapter_model.safetensors" if isinstance(model, PeftModel) else "model.safetensors"
 
 
-def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path, worker: int = 0) -> None:
-    """Read the optimizer's state, each rank its parts. Raises JobFailure: invalid_request, where the checkpoint is of
-    another optimizer or of other weights, or malformed.
-
-    Args:
-        worker: with periodic averaging, whose state.
-    """
-    saved = optimizer_state.read_optimizer(checkpoint, worker)
-    optimizer_state.restore(model, optimizer, saved, checkpoint)
-
-
 def load_state(checkpoint: Path, name: str) -> dict[str, Any] | None:
     """A small state, such as the scheduler's, by the name of its JSON file; None: the checkpoint has none. Raises
     JobFailure: invalid_request, where it is malformed."""

@@ -15,10 +15,10 @@ from transformers.trainer_utils import set_seed
 
 from ...errors import JobFailure
 from ...specs.events import CheckpointSaved, Reason
-from ..checkpoint import random_state
+from ..checkpoint import optimizer_state, random_state
 from ..checkpoint.fencing import FencingToken
 from ..checkpoint.optimizer_state import reading
-from ..checkpoint.step import Saver, load_optimizer, load_random, load_state, load_weights, step_bytes
+from ..checkpoint.step import Saver, load_random, load_state, load_weights, step_bytes
 from ..distributed import ranks
 from ..model.fsdp import accumulates_shards
 from .data_order import DataOrder
@@ -188,7 +188,8 @@ class StepCheckpoints(DataOrder, Optimization):
         if checkpoint is None:
             return
         model, self._momentum_of = self.accelerator.unwrap_model(self.model), Path(checkpoint)
-        load_optimizer(model, self._inner_optimizer, self._momentum_of, self.workers.own)
+        saved = optimizer_state.read_optimizer(self._momentum_of, self.workers.own)
+        optimizer_state.restore(model, self._inner_optimizer, saved, self._momentum_of)
         with self._restoring(checkpoint, _SCHEDULER) as state:
             if state is None:
                 raise ValueError("it is missing")
