@@ -119,8 +119,7 @@ def _parameters(built: BuiltTrainer) -> int:
 
 def _counts(built: BuiltTrainer) -> dict[str, Any]:
     report = built.data.validation_report
-    if report is None:
-        raise AssertionError("a spec without validation rows")
+    assert report is not None, "a spec without validation rows"
     return {
         "rows": report.kept,
         "truncated": report.truncated,

@@ -98,8 +98,7 @@ class AnswersPrompts(ScoresReference):
         peft_config: PeftConfig | None = None,
         **arguments: Any,
     ) -> None:
-        if spec.method.answer_tokens is None:
-            raise AssertionError("a method that answers no prompts")
+        assert spec.method.answer_tokens is not None, "a method that answers no prompts"
         self._sampling, self._most = sampling, spec.method.answer_tokens
         self._batches: Any = PaddedPairs(spec)
         super().__init__(

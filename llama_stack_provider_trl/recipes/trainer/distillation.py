@@ -31,8 +31,7 @@ class DistillationRecipe(AnswersPrompts):
     """Trains on one answer to each prompt. Datasets have the columns prompt_ids and row."""
 
     def __init__(self, *, spec: JobSpec, **arguments: Any) -> None:
-        if not isinstance(spec.method, DistillationSpec):
-            raise AssertionError("a distillation without a DistillationSpec")
+        assert isinstance(spec.method, DistillationSpec)
         self._method = spec.method
         super().__init__(spec=spec, sampling=spec.method, **arguments)
         fuse_head(self.policy, outputs=("log_probs",))

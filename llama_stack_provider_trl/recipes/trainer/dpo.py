@@ -99,8 +99,7 @@ class DpoRecipe(ScoresReference, PairRecipe):
     def _losses(self, logratios: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Loss of each pair of this rank, shape (pairs,)."""
         spec, ranks = self.spec.method, self.accelerator.num_processes
-        if not isinstance(spec, DpoSpec):
-            raise AssertionError("a DPO job without a DpoSpec")
+        assert isinstance(spec, DpoSpec)
         if spec.loss_type != "kto_pair" or ranks == 1:
             return preference_loss(logratios, lengths, spec)
         # Its means are over the pairs of all ranks, so this rank's log-ratios occur in the losses of other ranks. The

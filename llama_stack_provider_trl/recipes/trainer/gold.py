@@ -45,8 +45,7 @@ class GoldRecipe(DistillationRecipe):
 
     def __init__(self, *, spec: JobSpec, **arguments: Any) -> None:
         super().__init__(spec=spec, **arguments)
-        if self._method.uld is None:
-            raise AssertionError("a teacher with the same vocabulary")
+        assert self._method.uld is not None, "a teacher with the same vocabulary"
         self._uld = self._method.uld
         self.answer_vocabulary = None  # the teacher reads the answers' text
         self._own, self._theirs, self._teacher_tokenizer = check_pieces(spec, self.processing_class)

@@ -85,8 +85,7 @@ class GrpoRecipe(AnswersPrompts):
     """Trains on answers to prompts, which ranks divide. Datasets have the columns prompt_ids and row."""
 
     def __init__(self, *, spec: JobSpec, **arguments: Any) -> None:
-        if not isinstance(spec.method, GrpoSpec):
-            raise AssertionError("a GRPO job without a GrpoSpec")
+        assert isinstance(spec.method, GrpoSpec)
         self._grpo = spec.method
         self._rewards = Rewards(spec.method)
         self._rows = RowsOnDemand(spec.data.dataset.path, checks_of(spec.method.rewards), spec.data.dataset.names)

@@ -95,8 +95,7 @@ class KtoRecipe(PreparedDatasets, ScoresReference, KTOTrainer):
     def __init__(
         self, *, spec: JobSpec, processing_class: Any, peft_config: PeftConfig | None = None, **arguments: Any
     ) -> None:
-        if not isinstance(spec.method, KtoSpec):
-            raise AssertionError("a KTO job without a KtoSpec")
+        assert isinstance(spec.method, KtoSpec)
         self._kto = spec.method
         padding = processing_class.pad_token_id
         padding = processing_class.eos_token_id if padding is None else padding

@@ -159,8 +159,7 @@ class OrpoRecipe(ReferenceFreeRecipe):
     chosen_weight = 1.0
 
     def __init__(self, *, spec: JobSpec, **arguments: Any) -> None:
-        if not isinstance(spec.method, OrpoSpec):
-            raise AssertionError("an ORPO job without an OrpoSpec")
+        assert isinstance(spec.method, OrpoSpec)
         self._orpo, self.reward_factor = spec.method, spec.method.beta
         super().__init__(spec=spec, **arguments)
 
@@ -182,8 +181,7 @@ class OrpoRecipe(ReferenceFreeRecipe):
 
 class CpoRecipe(ReferenceFreeRecipe):
     def __init__(self, *, spec: JobSpec, **arguments: Any) -> None:
-        if not isinstance(spec.method, CpoSpec):
-            raise AssertionError("a CPO job without a CpoSpec")
+        assert isinstance(spec.method, CpoSpec)
         self._cpo, self.chosen_weight, self.reward_factor = spec.method, spec.method.alpha, spec.method.beta
         self.averages = spec.method.loss_type in ("ipo", "simpo")
         super().__init__(spec=spec, **arguments)

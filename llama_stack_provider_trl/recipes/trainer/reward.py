@@ -51,8 +51,7 @@ class RewardRecipe(PreparedDatasets, RecipeTrainer, RewardTrainer):
     aux_loss_enabled = False
 
     def __init__(self, *, spec: JobSpec, processing_class: Any, **arguments: Any) -> None:
-        if not isinstance(spec.method, RewardSpec):
-            raise AssertionError("a reward job without a RewardSpec")
+        assert isinstance(spec.method, RewardSpec)
         self._reward = spec.method
         collator = WholeAnswers(processing_class.pad_token_id)
         super().__init__(spec=spec, processing_class=processing_class, data_collator=collator, **arguments)
