@@ -178,7 +178,7 @@ def reap(pid: int) -> None:
 def become_subreaper() -> None:
     """Linux: orphans among our descendants become our children, so that `descendants` still finds them."""
     if _LINUX:
-        _libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def die_with_parent(parent: int) -> None:
@@ -188,7 +188,7 @@ def die_with_parent(parent: int) -> None:
         parent: pid of the process that forked us; if it is gone already, this process ends too.
     """
     if _LINUX:
-        _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)
 
@@ -196,7 +196,7 @@ def die_with_parent(parent: int) -> None:
 def hide_from_other_processes() -> None:
     """Linux: other processes of this user, unless it is root, can no longer read our environment and memory."""
     if _LINUX:
-        _libc().prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+        libc().prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def usable_cpus() -> int:
@@ -476,5 +476,5 @@ def _boot_id() -> str:
 
 
 @cache
-def _libc() -> ctypes.CDLL:
+def libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)

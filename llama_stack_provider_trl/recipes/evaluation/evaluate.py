@@ -12,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ... import faults
+from ...specs.evaluations import perplexity_of
 from ...specs.events import Evaluated, EventWriter, Finished, NullEventWriter, Prepared, Started, Warned
 from ...specs.job import AttemptSpec, JobSpec
 from ..imports import quick_imports
@@ -164,9 +165,7 @@ def _sum(values: list[float]) -> float:
 def _measures(spec: JobSpec, means: dict[str, float]) -> dict[str, float | None]:
     if spec.has_pairs:
         return {"preference_accuracy": means["rewards/accuracies"], "margin": means["rewards/margins"]}
-    loss = means[LOSS]
-    # exp overflows a float beyond 709, where a perplexity has no meaning.
-    return {"perplexity": math.exp(loss) if loss < 700 else None, "token_accuracy": means["mean_token_accuracy"]}
+    return {"perplexity": perplexity_of(means[LOSS]), "token_accuracy": means["mean_token_accuracy"]}
 
 
 class _WarningList(NullEventWriter):

@@ -17,7 +17,7 @@ from ... import faults
 from ...errors import JobFailure
 from ...specs.averaging import passes_multiple
 from ...specs.bases import parts_of
-from ...specs.evaluations import EarlyStoppingTracker, LossWatch
+from ...specs.evaluations import EarlyStoppingTracker, LossWatch, perplexity_of
 from ...specs.events import Evaluated, EventWriter, Prepared, Progress, Reason, Sampled, Warned
 from ...specs.job import JobSpec
 from ...specs.model_source import AdapterSpec, ModelSource
@@ -355,7 +355,7 @@ class JobCallback(TrainerCallback):
             "epoch": max(1, math.ceil(round(state.epoch or 0.0, 6))),
             "train_loss": sum(count * loss for count, loss in self._losses) / steps if steps else None,
             "validation_loss": validation_loss,
-            "perplexity": _perplexity(validation_loss) if self.spec.algorithm == "sft" else None,
+            "perplexity": perplexity_of(validation_loss) if self.spec.algorithm == "sft" else None,
         }
 
     def _is_planned(self, state: TrainerState) -> bool:
@@ -399,11 +399,6 @@ def peak_memory_bytes(device: torch.device) -> int:
         return int(torch.cuda.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # KiB on Linux, bytes on macOS
-
-
-def _perplexity(loss: float | None) -> float | None:
-    # exp overflows a float beyond 709, where a perplexity has no meaning.
-    return math.exp(loss) if loss is not None and loss < 700 else None
 
 
 def _divergence(step: int, logs: dict[str, float], *, scaled: bool) -> JobFailure | None:
