@@ -24,13 +24,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ..system import fork
 from ..system.mounts import MountTable
-from ..system.process import children_of, die_with_parent, innermost_pid
+from ..system.process import children_of, die_with_parent, innermost_pid, libc
 from .seccomp import filter_calls
 
 _CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWPID = 0x20000, 0x10000000, 0x20000000
@@ -229,7 +228,7 @@ class _Init:
         kept = sorted({0, 1, 2, *self.keep, self.channel.fileno(), *([] if self.output is None else [self.output])})
         for low, high in zip(kept, [*kept[1:], 1 << 20], strict=True):
             os.closerange(low + 1, high)
-        _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if select.select([self.channel], [], [], 0)[0]:
             os._exit(1)  # our parent was gone before
 
@@ -417,18 +416,18 @@ class _Capabilities(ctypes.Structure):
 def _drop_privileges() -> None:
     """Drop all capabilities but `_KEPT_CAPABILITIES`, and filter system calls, for this process and its children."""
     kept = sum(1 << number for number in _KEPT_CAPABILITIES)
-    _checked(_libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
-    _libc().prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
+    _checked(libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
+    libc().prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
     for number in range(_LAST_CAPABILITY + 1):
-        if number not in _KEPT_CAPABILITIES and _libc().prctl(_PR_CAPBSET_DROP, number, 0, 0, 0) != 0:
+        if number not in _KEPT_CAPABILITIES and libc().prctl(_PR_CAPBSET_DROP, number, 0, 0, 0) != 0:
             if ctypes.get_errno() == errno.EINVAL:
                 break  # the kernel has no more
             _checked(-1, "dropping capabilities")
     header, had = _Header(_CAPABILITY_VERSION_3, 0), (_Capabilities * 2)()
-    _checked(_libc().capget(ctypes.byref(header), ctypes.byref(had)), "reading capabilities")
+    _checked(libc().capget(ctypes.byref(header), ctypes.byref(had)), "reading capabilities")
     left = had[0].permitted & kept
     sets = (_Capabilities * 2)(_Capabilities(left, left, 0), _Capabilities(0, 0, 0))
-    _checked(_libc().capset(ctypes.byref(header), ctypes.byref(sets)), "dropping capabilities")
+    _checked(libc().capset(ctypes.byref(header), ctypes.byref(sets)), "dropping capabilities")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         filter_calls()
@@ -438,23 +437,18 @@ def _drop_privileges() -> None:
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
     arguments = [None if text is None else os.fsencode(text) for text in (source, target, kind)]
-    done = _libc().mount(*arguments, ctypes.c_ulong(flags), None if data is None else data.encode())
+    done = libc().mount(*arguments, ctypes.c_ulong(flags), None if data is None else data.encode())
     _checked(done, f"mounting {target}")
 
 
 def _unshare(flags: int) -> int:
-    return int(_libc().unshare(flags))
+    return int(libc().unshare(flags))
 
 
 def _checked(done: int, what: str) -> None:
     if done != 0:
         number = ctypes.get_errno()
         raise NotIsolated(number, f"{what}: {os.strerror(number)}")
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
 
 
 def main(arguments: Sequence[str]) -> int:

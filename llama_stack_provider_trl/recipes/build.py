@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from datasets import Dataset
 from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -17,12 +16,10 @@ from ..specs.job import Dtype, JobSpec
 from .checkpoint.fencing import FencingToken
 from .checkpoint.step import need_space
 from .data.chat import check_chat_template
-from .data.duplicates import duplicates
-from .data.lengths import num_rows, row_lengths
-from .data.mixed import MixedRows, training_rows, validation_rows
+from .data.lengths import row_lengths
+from .data.mixed import TrainingData, prepared_data
 from .data.padding import problem_of_padding
-from .data.prepare import DataReport, with_filler
-from .data.prepared import Preparation
+from .data.prepare import DataReport
 from .data.prompts import encode_prompts
 from .data.sampling import BatchPlan
 from .distributed import ranks
@@ -76,33 +73,6 @@ _NOT_COUNTS = ("warnings", "lost_turns", "largest_id", "largest_id_row")
 
 
 @dataclass(frozen=True)
-class TrainingData:
-    """The tokenized datasets of a job, and what became of their rows."""
-
-    train: Dataset
-    validation: Dataset | None
-    report: DataReport
-    validation_report: DataReport | None
-    mixed: MixedRows
-    """The datasets that are trained on, and of a mixture, what an epoch takes of each."""
-    packing: dict[str, int] | None
-    """Of a packed job: rows and sequences."""
-    sources: dict[str, str]
-    """Of a job that has a token cache: dataset -> whether its rows were found there (`PreparedRows.source`)."""
-    duplicates: list[str]
-    """Sentences on examples that are trained several times, or are in the validation dataset, too."""
-
-    @property
-    def warnings(self) -> list[str]:
-        of_validation = self.validation_report.warnings if self.validation_report else []
-        return [*self.report.warnings, *of_validation, *self.duplicates]
-
-    def with_filler(self) -> TrainingData:
-        """The same data with a filler row at the end of each dataset."""
-        return replace(self, train=with_filler(self.train), validation=self.validation and with_filler(self.validation))
-
-
-@dataclass(frozen=True)
 class Policy:
     """The model to train, as it is loaded; TRL's trainer adds new adapters."""
 
@@ -144,7 +114,6 @@ class BuiltTrainer:
 
     @property
     def passes_mask(self) -> bool:
-        """Whether the model gets an attention mask."""
         spec = self.trainer.spec
         if spec.data.packed:
             return False
@@ -159,74 +128,59 @@ class BuiltTrainer:
         return {"head_gradients": gradients_of_head(self.trainer.spec, self.trainer.args.device.type, capped=capped)}
 
     def effective(self) -> dict[str, Any]:
-        """What was decided beyond the spec, for the job's record."""
-        model, data, policy = self.policy.model, self.data, self.policy
-        found: dict[str, Any] = {
+        """What was decided beyond the spec, for the job's record. What a job has nothing of is left out."""
+        trainer, data, policy, memory = self.trainer, self.data, self.policy, self.memory
+        spec, model, method = trainer.spec, policy.model, trainer.spec.method
+        averaging = spec.train.averaging
+        grouped: bool | str = trainer.groups_by_length
+        grading = [one.model if one.adapter is None else one.adapter.model for one in method.grading_models]
+        always: dict[str, Any] = {
             "model_class": type(model).__name__,
             "attention": model.config._attn_implementation,
             "attention_mask": "passed" if self.passes_mask else "not passed",
-            **({"padding_free": self.padding_free} if self.padding_free else {}),
             "head_kernels": self.head_kernels,
             **self._gradients_of_head,
             "mlp_tiles": policy.mlp_tiles,
             "liger_kernels": policy.liger_kernels,
-            **({"kept_attention": self.kept_attention} if self.kept_attention else {}),
             "repeats": self.repeats,
-            **({} if (taken := self.trainer.spec.compute.accumulator_bytes) is None else {"accumulator_bytes": taken}),
-            "compiled_blocks": self.trainer.compiled_blocks,
+            "compiled_blocks": trainer.compiled_blocks,
             "weights_dtype": str(model.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
-            "dataloader_num_workers": self.trainer.args.dataloader_num_workers,
+            "dataloader_num_workers": trainer.args.dataloader_num_workers,
             "batches": {
-                "batch_size": self.trainer.spec.data.batch_size,
-                "gradient_accumulation_steps": self.trainer.spec.train.gradient_accumulation_steps,
+                "batch_size": spec.data.batch_size,
+                "gradient_accumulation_steps": spec.train.gradient_accumulation_steps,
             },
             "data": _counts(data.report),
             **self.merged.shown,
         }
-        if (custom := self.trainer.spec.method.installed) is not None:
-            found["method"] = used_method(custom)
-        if used := used_packages(self.trainer.spec.method.rewards_of_answers):
-            found["reward_functions"] = used
-        if rewards := [model.own.location for model in self.trainer.spec.method.reward_models]:
-            found["reward_models"] = rewards
-        if grading := [
-            one.model if one.adapter is None else one.adapter.model for one in self.trainer.spec.method.grading_models
-        ]:
-            found["grading_models"] = grading
-        if self.trainer.gradient_sync is not None:
-            found["gradient_sync"] = self.trainer.gradient_sync
-        if answers_by_freed_blocks(self.trainer.spec):
-            found["answer_weights"] = "kept" if self.trainer.keeps_gathered else "per_token"
-        if self.trainer.metrics_read is not None:
-            found["metrics_read"] = self.trainer.metrics_read
-        if self.trainer.groups_by_length:
-            found["group_by_length"] = True
-        if averaging := self.trainer.spec.train.averaging:
-            found["averaging"] = {"workers": self.trainer.workers.count, **averaging.model_dump()}
-            if self.trainer.spec.data.group_by_length:
-                found["group_by_length"] = "not used: the rows of each worker are taken without regard to their length"
-        if data.packing:
-            found["packing"] = data.packing
-        if mixture := data.mixed.described():
-            found["mixture"] = mixture
-        if data.sources:
-            found["token_cache"] = data.sources
-        if self.memory:
-            found["memory"] = self.memory
-        if policy.quantization:
-            found["quantization"] = policy.quantization
-        if self.trainer.fused_lora:
-            found["fused_lora"] = self.trainer.fused_lora
-        if policy.adapters:
-            found["lora_target_modules"] = sorted(policy.adapters.target_modules or ())
-        if policy.continued:
-            found["adapters"] = {
-                name: "trained" if name == DEFAULT else "frozen" for name in policy.continued.peft_config
-            }
-        if data.validation_report:
-            found["validation_data"] = _counts(data.validation_report)
-        return found
+        if averaging and spec.data.group_by_length:
+            grouped = "not used: the rows of each worker are taken without regard to their length"
+        perhaps = {
+            "padding_free": self.padding_free,
+            "kept_attention": self.kept_attention,
+            "accumulator_bytes": spec.compute.accumulator_bytes,
+            "method": method.installed and used_method(method.installed),
+            "reward_functions": used_packages(method.rewards_of_answers),
+            "reward_models": [model.own.location for model in method.reward_models],
+            "grading_models": grading,
+            "gradient_sync": trainer.gradient_sync,
+            "answer_weights": answers_by_freed_blocks(spec) and ("kept" if trainer.keeps_gathered else "per_token"),
+            "metrics_read": trainer.metrics_read,
+            "group_by_length": grouped,
+            "averaging": averaging and {"workers": trainer.workers.count, **averaging.model_dump()},
+            "packing": data.packing,
+            "mixture": data.mixed.described(),
+            "token_cache": data.sources,
+            "memory": memory,
+            "quantization": policy.quantization,
+            "fused_lora": trainer.fused_lora,
+            "lora_target_modules": policy.adapters and sorted(policy.adapters.target_modules or ()),
+            "adapters": policy.continued
+            and {name: "trained" if name == DEFAULT else "frozen" for name in policy.continued.peft_config},
+            "validation_data": data.validation_report and _counts(data.validation_report),
+        }
+        return {**always, **{name: value for name, value in perhaps.items() if value}}
 
 
 def build_trainer(
@@ -247,7 +201,6 @@ def build_trainer(
         fencing_token: None: no other attempt writes into the job's checkpoint directory.
         require_space: as in RecipeTrainer; None: `need_space` in the job's checkpoint directory.
         trained_batch_size: rows of a micro batch of the attempt that this one continues; None: there was none.
-        has_run_out: whether an attempt of the job ran out of memory.
     """
     writer, batch_plan = writer or NullEventWriter(), batch_plan or BatchPlan.of_job(spec)
     recipe, arguments = trainer_of(spec)  # first: what is not installed cannot train
@@ -314,45 +267,13 @@ def build_trainer(
 def load_data(
     spec: JobSpec, tokenizer: PreTrainedTokenizerBase, writer: EventWriter, rows_per_step: int
 ) -> TrainingData:
-    """Tokenize the job's datasets, and pack them where the job does."""
+    """As `prepared_data`, of a job whose own packages are installed here."""
     check_rows_of_jobs(spec)
-    teacher = load_teacher_tokenizer(spec)
-    preparation = Preparation(
-        spec,
-        tokenizer,
-        writer,
-        *(ref for one in spec.data.mixed for ref in (one.dataset, one.validation)),
-        teacher=teacher,
-        embeddings=vocabulary_size(spec.source),
-    )
-    cap = spec.train.max_steps_per_epoch
-    train = training_rows(preparation, spec.data, None if cap is None else cap * rows_per_step)
-    steps = spec.data.max_validation_steps
-    validation = validation_rows(preparation, spec.data, None if steps is None else steps * spec.data.batch_size)
-    held_out = validation.counted() if validation else None
-    return TrainingData(
-        train=train.dataset,
-        validation=validation.dataset if validation else None,
-        report=train.report,
-        validation_report=validation.report if validation else None,
-        mixed=train,
-        packing={"rows": num_rows(train.dataset), "sequences": len(train.dataset)} if spec.data.packed else None,
-        sources=_sources(train, validation) if spec.data.token_cache else {},
-        duplicates=duplicates(spec.data.duplicates, train.counted(), held_out),
-    )
-
-
-def _sources(train: MixedRows, validation: MixedRows | None) -> dict[str, str]:
-    found = dict[str, str]()
-    for use, rows in (("train_dataset", train), ("validation_dataset", validation)):
-        if rows is not None:
-            several = len(rows.names) > 1
-            found |= {f"{use} {name}" if several else use: source for name, source in rows.found.items()}
-    return found
+    embeddings = vocabulary_size(spec.source)
+    return prepared_data(spec, tokenizer, writer, rows_per_step, load_teacher_tokenizer(spec), embeddings)
 
 
 def load_policy(spec: JobSpec, device: torch.device, warn: Callable[[str], None] = lambda _: None) -> Policy:
-    """Load the model to train, and check that it can do what the job asks for."""
     storage = WeightStorage.of(spec)
     model = load_model(spec.source, storage, device, warn)
     set_attention(spec, model)

@@ -17,7 +17,6 @@ from .results import write_result
 
 
 def main(argv: list[str]) -> int:
-    """Check the rows of the spec; returns the exit status (0 done, 1 failed)."""
     return write_result(argv, lambda text: checked(JobSpec.model_validate_json(text)))
 
 

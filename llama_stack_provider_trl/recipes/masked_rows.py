@@ -57,8 +57,6 @@ class MaskedRow:
 
 @dataclass(frozen=True)
 class RowReader:
-    """Reads the rows of a job as they are trained."""
-
     spec: JobSpec
     chat: Chat
     taught: Chat | None
@@ -87,7 +85,6 @@ class RowReader:
                     return
 
     def _of_dataset(self, dataset: DatasetRef, first: int, most: int | None) -> Iterator[list[list[MaskedRow]]]:
-        """The examples of each row of a dataset, a chunk at a time. Of a mixture, failures name the dataset."""
         read = enumerate(
             read_examples(
                 dataset.path, self.spec.algorithm, data_format=self.spec.data.data_format, names=dataset.names
@@ -172,7 +169,8 @@ def _sft_row(
         if len(labels) - 1 - labels[1:].count(IGNORED) <= 0:
             why = "the loss covers none of its tokens"
         return MaskedRow([MaskedPart("sequence", ids, set(), set())], len(ids), why)
-    counter.images += len(images.of_sequence(ids, own, row)) if images is not None and own else 0
+    if images is not None:
+        counter.count_images(images, ids, own, row)
     kept = counter.cut([*range(len(ids))], ids, counter.limit)
     # Nothing predicts the first token.
     trained = {position for position in kept[1:] if labels[position] != IGNORED}
@@ -211,7 +209,8 @@ def _pair(
         if counter.images_cut > cut:
             why = f"max_seq_length={counter.limit} would cut off a part of its images"
         return MaskedRow([MaskedPart(name, ids, set(), set()) for name, ids in parts], length, why)
-    counter.images += len(images.of_sequence(found[0], own, row)) if images and own else 0
+    if images is not None:
+        counter.count_images(images, found[0], own, row)
     kept = [{*counter.cut([*range(len(prompt))], prompt, len(found[0]))}, *({*range(len(one))} for one in found[1:])]
     return MaskedRow(
         [

@@ -22,7 +22,6 @@ from .results import write_result
 
 
 def main(argv: list[str]) -> int:
-    """Merge what the spec names; returns the exit status (0 done, 1 failed)."""
     return write_result(argv, lambda text: _merged(MergeSpec.model_validate_json(text)))
 
 

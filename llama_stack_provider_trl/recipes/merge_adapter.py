@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> int:
-    """Merge what the spec names; returns the exit status (0 done, 1 failed)."""
     return write_result(argv, lambda text: merge_adapter(AdapterMergeSpec.model_validate_json(text)))
 
 
@@ -41,11 +40,10 @@ def merge_adapter(spec: AdapterMergeSpec) -> dict[str, Any]:
     with quick_imports():
         import torch
         from peft import PeftModel
-        from safetensors import SafetensorError
         from transformers.utils import SAFE_WEIGHTS_NAME
 
         from .checkpoint.weights import differences, export_bytes, write_weights
-        from .model.adapters import check_adapter, unusable
+        from .model.adapters import check_adapter, fitting_adapter
         from .model.files import copy_processor
         from .model.loading import DTYPES, load_config, load_whole, parameter_counts
         from .model.saving import write_configuration
@@ -55,12 +53,8 @@ def merge_adapter(spec: AdapterMergeSpec) -> dict[str, Any]:
     dtype = DTYPES[spec.dtype] if spec.dtype else own if isinstance(own, torch.dtype) else torch.float32
     base = load_whole(spec.base, dtype, is_reward=spec.is_reward)
     parameters, size = parameter_counts(base)[1], export_bytes(base, dtype)
-    try:
+    with fitting_adapter(spec.adapter, spec.base):
         model = PeftModel.from_pretrained(base, spec.adapter)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise unusable(spec.adapter, f"it cannot be loaded on {spec.base.model}: {str(error)[:300]}") from error
     staging = spec.output.with_name(f".{spec.output.name}.merging")
     shutil.rmtree(staging, ignore_errors=True)
     try:
@@ -81,9 +75,10 @@ def merge_adapter(spec: AdapterMergeSpec) -> dict[str, Any]:
 
 def _tokenizer(spec: AdapterMergeSpec) -> PreTrainedTokenizerBase:
     """That of the adapter, where one lies beside it, as the model was trained with."""
+    from .model.files import has_tokenizer_files
     from .model.loading import load_tokenizer
 
-    if any((spec.adapter / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+    if has_tokenizer_files(spec.adapter):
         return load_tokenizer(ModelSource(model=str(spec.adapter)), model=spec.base)
     return load_tokenizer(spec.base)
 

@@ -33,8 +33,6 @@ GIVEN_UP = "given_up"
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The optimizer steps of a job, and its largest batch."""
-
     epochs: int
     steps_per_epoch: int
     total_steps: int
@@ -94,8 +92,6 @@ def with_groups(batch: Batch, spec: JobSpec, dataset: Dataset, mixture: Mixture 
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """A job with its micro steps, merged or not."""
-
     spec: JobSpec
     batch_plan: BatchPlan
     steps: int = 1
@@ -110,7 +106,6 @@ class MicroBatches:
 
     @property
     def shown(self) -> dict[str, Any]:
-        """For the job's record."""
         if self.steps > 1:
             return {"merged_micro_steps": self.steps}
         return {"micro_steps": f"not merged: {self.reason}"} if self.reason else {}
@@ -140,7 +135,6 @@ def merge_micro_steps(
 
     Args:
         spec: as this attempt's ranks train it.
-        batch_plan: the batches of each optimizer step.
         trained: on rank 0, rows of a micro batch of the attempt that this one continues, which are taken again where
             the device can hold them: other batches round differently. None: there was none.
     """
@@ -260,14 +254,12 @@ def _without_order(needed: int, why: str) -> str:
 
 
 def _packed(batch: Batch, dataset: Dataset) -> tuple[int, int]:
-    """Tokens of the longest packed row, and the most rows of a batch."""
     chunks = dataset.data.column("seq_lengths").chunks
     longest = max(int(chunk.flatten().to_numpy().max(initial=0)) for chunk in chunks)
     return longest - 1, batch.sequences * int(list_lengths(dataset, "seq_lengths").max())
 
 
 def _allowed(spec: JobSpec, batch: Batch, limits: Sequence[int], rows_on_device: RowsOnDevice) -> int:
-    """The first of the limits with which the job fits; 0: it fits with none."""
     try:
         capacity, total = rows_on_device.measured()
         whole = replace(capacity, device=total)

@@ -21,13 +21,11 @@ from ..system.files import free_bytes
 from ..system.fork import imported_memory
 from ..system.process import allocated_memory, available_memory, limit_memory, machine_memory, resident_memory
 from .data.chat import check_chat_template
-from .data.duplicates import duplicates
 from .data.lengths import histogram, lengths_before_packing, row_lengths
-from .data.mixed import training_rows, validation_rows
+from .data.mixed import prepared_data
 from .data.mixture import Mixture
 from .data.padding import problem_of_padding
 from .data.prepare import DataReport
-from .data.prepared import Preparation
 from .data.prompts import encode_prompts
 from .data.sampling import BatchPlan
 from .distributed import ranks
@@ -270,18 +268,8 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
     prompts = encode_prompts(
         spec.train.samples, tokenizer, positions_of(spec.source), spec.data.dropped_turns, embeddings
     )
-    teacher = load_teacher_tokenizer(spec)
-    refs = [ref for one in spec.data.mixed for ref in (one.dataset, one.validation)]
-    preparation = Preparation(spec, tokenizer, writer, *refs, teacher=teacher, embeddings=embeddings)
-    cap = spec.train.max_steps_per_epoch
-    prepared = training_rows(preparation, spec.data, None if cap is None else cap * spec.rows_per_step)
-    steps = spec.data.max_validation_steps
-    validation = validation_rows(preparation, spec.data, None if steps is None else steps * spec.data.batch_size)
-    of_rows = [
-        *prepared.report.warnings,
-        *(validation.report.warnings if validation else ()),
-        *duplicates(spec.data.duplicates, prepared.counted(), validation.counted() if validation else None),
-    ]
+    data = prepared_data(spec, tokenizer, writer, spec.rows_per_step, load_teacher_tokenizer(spec), embeddings)
+    prepared = data.mixed
     try_exports(spec, tokenizer, notes.append)
     lost = lost_by_reward_models(spec, writer.heartbeat)
     requested = spec
@@ -320,7 +308,7 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
             },
             memory=memory,
             disk=disk,
-            warnings=[*notes, *prompts.lost_turns, *of_rows, *lost, *filter(None, [warmup, padded])],
+            warnings=[*notes, *prompts.lost_turns, *data.warnings, *lost, *filter(None, [warmup, padded])],
         ),
         durable=True,
     )

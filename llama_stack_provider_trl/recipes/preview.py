@@ -62,8 +62,6 @@ _SHOWN_TOKENS = 8000
 
 
 class _Place(NamedTuple):
-    """Which example of the dataset it is."""
-
     row: int
     example: int
     """Of those of its row, from 0."""
@@ -93,7 +91,6 @@ class _Compared:
     """Differences that are shown with their rows."""
 
     def add(self, row: MaskedRow, place: _Place) -> None:
-        """Count the turns of an example."""
         for turn in row.turns:
             if not turn.difference:
                 self.equal += not row.is_cut
@@ -109,7 +106,6 @@ class _Compared:
             )
 
     def shown(self, row: MaskedRow) -> list[PreviewedTurn]:
-        """The first turns of an example."""
         found = []
         for turn in row.turns[:MOST_TURNS]:
             reason = turn.difference if self.reasons < _MOST_REASONS else ""
@@ -121,7 +117,6 @@ class _Compared:
         return found
 
     def counts(self, not_compared: int) -> InferenceCounts:
-        """The counts of all examples."""
         return InferenceCounts(
             turns=self.equal + self.different + self.cut + self.unasked,
             equal=self.equal,
@@ -258,11 +253,7 @@ def _lost_by_reward_models(spec: JobSpec, first: int, count: int, alive: Callabl
 
 def _warmup(spec: JobSpec, counter: TruncationCounter, kept: Sequence[int]) -> list[str]:
     """The warning of a warmup that is not shorter than the job, where rows that were not read are kept, too. Of packed
-    ones the steps are known where all were read; of a mixture with rows of an epoch, when all are prepared.
-
-    Args:
-        kept: tokens of each example that is trained on.
-    """
+    ones the steps are known where all were read; of a mixture with rows of an epoch, when all are prepared."""
     unread = _num_rows(spec) - counter.rows
     if not kept or (spec.data.packed and unread) or any(one.share.rows for one in spec.data.mixed):
         return []

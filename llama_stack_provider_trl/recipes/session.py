@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """An attempt that is ready to train."""
-
     spec: JobSpec
     """As this attempt's ranks train it."""
     writer: EventWriter
@@ -116,7 +114,6 @@ def _prepare(
     writer: EventWriter,
     mbit_per_s: float | None,
 ) -> Run:
-    """Build the trainer, and restore the checkpoint to resume from, if there is one."""
     spec.checkpoint_dir.mkdir(parents=True, exist_ok=True)
     set_seed(spec.data.seed)
     run_dir = RunDir(attempt.run_dir)
@@ -222,7 +219,6 @@ def _without_casts(run: Run) -> AbstractContextManager[None]:
 
 
 def _evaluate_last_step(run: Run) -> None:
-    """Evaluate the trained model, unless the last step was evaluated already."""
     evaluated = run.callback.validation
     if run.spec.data.validation and (evaluated is None or evaluated[0] != run.trainer.state.global_step):
         with _without_casts(run):  # as in training: torch's compiler would compile it again
@@ -251,7 +247,6 @@ def _load_best(run: Run) -> dict[str, Any]:
 
 
 def _export(run: Run, fields: dict[str, Any]) -> None:
-    """Write the exports of the job: every rank sends its parts, rank 0 writes, checks and reports them."""
     spec, trainer = run.spec, run.trainer
     model, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
     sample = take_sample(model, tokenizer, trainer.args.device, spec)

@@ -73,8 +73,7 @@ def join_ranks(run_dir: RunDir, environ: Mapping[str, str]) -> None:
 def _import_task(attempt: AttemptSpec) -> Callable[[AttemptSpec, EventWriter], None]:
     """What the attempt runs. Imports torch."""
     module, function = ("preflight", "preflight_attempt") if attempt.preflight else attempt.job.does.recipe
-    task: Callable[[AttemptSpec, EventWriter], None] = getattr(import_module(f".{module}", __package__), function)
-    return task
+    return getattr(import_module(f".{module}", __package__), function)
 
 
 def _report(error: BaseException, attempt: AttemptSpec, run_dir: RunDir, events: EventWriter) -> None:

@@ -24,6 +24,11 @@ METRICS: dict[Algorithm, tuple[str, ...]] = {name: method.metrics for name, meth
 """The metrics that `best_checkpoint` and `early_stopping` accept."""
 
 
+def perplexity_of(loss: float | None) -> float | None:
+    """None of no loss, and beyond 700, where exp overflows a float and a perplexity has no meaning."""
+    return math.exp(loss) if loss is not None and loss < 700 else None
+
+
 def is_better(metric: str, value: float, than: float | None, by: float = 0.0) -> bool:
     """Whether `value` improves on the best so far by more than `by`."""
     if than is None:

@@ -68,7 +68,7 @@ class MethodParameters(Frozen):
 
     @property
     def temperature_of_scores(self) -> float:
-        """Divides the logits where answers are scored."""
+        """Divides the logits where answers are scored: GRPO scores the distribution that they were chosen from."""
         return 1.0
 
     @property

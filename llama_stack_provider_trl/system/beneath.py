@@ -75,11 +75,7 @@ def open_beneath(root: Path, relative: Path) -> int:
 def directory_beneath(root: Path, relative: Path, *, make: bool = False) -> Iterator[int]:
     """A descriptor of a directory below `root`, as `dir_fd` of what is then written there: no part of its path below
     `root` is a symbolic link, and what happens to the path later has no effect. Raises NotAFile: a part of the path is
-    a symbolic link, or no directory; FileNotFoundError: it is missing; OSError: it cannot be opened or created.
-
-    Args:
-        make: create what is missing of it.
-    """
+    a symbolic link, or no directory; FileNotFoundError: it is missing; OSError: it cannot be opened or created."""
     if relative.is_absolute() or ".." in relative.parts:
         raise NotAFile(errno.EXDEV, "the path leads out of its directory", str(relative))
     current = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

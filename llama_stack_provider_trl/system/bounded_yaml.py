@@ -24,8 +24,7 @@ _MOST_LEVELS = 100
 def repeated_key(node: yaml.MappingNode) -> str | None:
     """A key that a mapping has twice; None: it has none."""
     keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
-    found: str | None = first_duplicate(keys)
-    return found
+    return first_duplicate(keys)
 
 
 class UniqueKeys(yaml.SafeLoader):
@@ -102,11 +101,7 @@ def check_levels(content: bytes) -> None:
 
 
 def values_of(node: yaml.Node, counted: dict[int, int]) -> int:
-    """How many values a node stands for. Raises ValueError: it contains itself.
-
-    Args:
-        counted: those of nodes that were counted before.
-    """
+    """How many values a node stands for. Raises ValueError: it contains itself."""
     if not isinstance(node, yaml.CollectionNode):
         return 1
     if (known := counted.get(id(node))) is not None:

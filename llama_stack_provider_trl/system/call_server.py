@@ -51,8 +51,6 @@ class CallOrder(NamedTuple):
 
 
 class LimitedCall(NamedTuple):
-    """A call, within limits."""
-
     function: Callable[[], Iterable[Any]]
     seconds: int
     """Of CPU time."""
@@ -61,8 +59,6 @@ class LimitedCall(NamedTuple):
 
 
 class CallEnding(NamedTuple):
-    """How a function's process ended."""
-
     is_killed: bool
     """By SIGKILL: the kernel's, at a limit or where memory ran out, or the keeper's."""
     cpu_seconds: float

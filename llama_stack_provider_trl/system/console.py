@@ -58,7 +58,6 @@ def _is_drawn_with_others(text: str, at: int) -> bool:
 
 
 def _is_symbol(character: str) -> bool:
-    """Whether a character is one of which emoji are made, or the tone of its skin."""
     if character == "":
         return False
     is_tone = "\U0001f3fb" <= character <= "\U0001f3ff"
@@ -96,7 +95,6 @@ def _escape(character: str) -> str:
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines of a text that may have several, such as a log or a script."""
     return _LINE_ENDS.split(text)
 
 
@@ -136,7 +134,6 @@ def show_json(value: Any, indent: int | None = None, flush: bool = False, to: Te
 
 
 def complain(text: str, program: str = "trl-remote") -> None:
-    """Print a message on standard error."""
     show_lines(*indented(f"{program}: {text}"), flush=True, to=sys.stderr)
 
 

@@ -10,13 +10,12 @@ import json
 import logging
 import os
 import re
-import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from ..errors import StoreError
-from .files import set_aside
+from .files import is_regular, set_aside
 from .mounts import Location, MountTable
 
 log = logging.getLogger(__name__)
@@ -35,8 +34,6 @@ def is_aside(name: str) -> bool:
 
 
 class DataEntry(NamedTuple):
-    """Something that lies in a data directory."""
-
     name: re.Pattern[str]
     """Of what lies in `directory`."""
     kind: Literal["file", "directory"]
@@ -183,7 +180,6 @@ class DataDir:
         return [table.locate(place) for place in (*places, *mounted)], table.locate(checkpoints)
 
     def job_names(self) -> list[str]:
-        """Names of the jobs that have run directories."""
         found = (path for path in _listed(self.jobs) if not is_aside(path.name))
         return [path.name for path in found if (path / "attempts").is_dir()]
 
@@ -322,12 +318,7 @@ def _odd(root: Path, entries: tuple[DataEntry, ...]) -> Iterator[tuple[Path, Dat
 
 def _is(path: Path, kind: Literal["file", "directory"]) -> bool:
     """A directory may be a symbolic link to one: an operator has moved it to another disk. A file may not."""
-    if kind == "directory":
-        return path.is_dir()
-    try:
-        return stat.S_ISREG(path.lstat().st_mode)
-    except OSError:
-        return False
+    return path.is_dir() if kind == "directory" else is_regular(path)
 
 
 def _is_json(path: Path) -> bool:

@@ -65,13 +65,10 @@ class RunDir:
         self.runner_status = root / "runner.json"
 
     def rank_log(self, rank: int) -> Path:
-        """The output of this rank."""
         return self.root / f"rank-{rank}.log"
 
 
 class Blob(NamedTuple):
-    """A stored dataset."""
-
     sha256: str
     path: Path
     num_rows: int
@@ -202,7 +199,6 @@ def touched(rows: Path) -> bool:
 
 
 def atomic_write_json(path: Path, value: Any, mode: int = 0o600) -> None:
-    """Write JSON, like `atomic_write`."""
     atomic_write(path, json.dumps(value, indent=1, allow_nan=False).encode() + b"\n", mode)
 
 
@@ -284,7 +280,6 @@ def sha256_of(path: Path) -> str:
 
 
 def sha256_in(directory: Path, name: str) -> str:
-    """sha256 of a file that is opened by `open_in`."""
     with open_in(directory, name) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -386,7 +381,6 @@ def is_read_only(path: Path) -> bool:
 
 
 def can_write(directory: Path) -> bool:
-    """Whether a small file can be written to a directory now."""
     try:
         try_to_write(directory)
     except OSError:
@@ -434,7 +428,6 @@ def tail(path: Path, lines: int = 20, limit: int = 4096) -> str:
 
 
 def tail_of(file: BinaryIO, lines: int, limit: int) -> str:
-    """The last lines of an open file, like `tail`."""
     file.seek(max(0, os.fstat(file.fileno()).st_size - limit))
     text = file.read(limit).decode(errors="replace")
     return "\n".join(text.splitlines()[-lines:]).strip()

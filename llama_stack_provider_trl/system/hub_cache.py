@@ -17,15 +17,12 @@ _HUB_SECONDS = 5
 
 
 class CachedCommit(NamedTuple):
-    """The files of one commit of a model or a dataset."""
-
     repository: Path
     """Its directory in the cache: links of a snapshot lead to other files in it."""
     commit: str
 
     @property
     def inside(self) -> str:
-        """Path of the snapshot in `repository`."""
         return f"snapshots/{self.commit}"
 
     @property
@@ -34,13 +31,11 @@ class CachedCommit(NamedTuple):
 
 
 def hub_cache(environ: Mapping[str, str]) -> Path:
-    """The cache's directory, which need not exist."""
     home = Path(environ.get("HF_HOME") or Path(environ.get("HOME", "~"), ".cache", "huggingface")).expanduser()
     return Path(environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
 
 
 def cached_models(environ: Mapping[str, str]) -> list[str]:
-    """Ids of the models in the cache."""
     try:
         found = [path for path in hub_cache(environ).glob("models--*") if any(path.glob("snapshots/*/*"))]
     except OSError:

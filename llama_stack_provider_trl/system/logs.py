@@ -84,11 +84,7 @@ class PrivateFileHandler(RotatingFileHandler):
 
 
 class FileWriter(logging.Handler):
-    """Has a thread write entries to the file of another handler: a disk that hangs holds up nobody who logs.
-
-    Args:
-        most: entries that may wait for the disk; further ones are lost, and counted.
-    """
+    """Has a thread write entries to the file of another handler: a disk that hangs holds up nobody who logs."""
 
     def __init__(self, file: logging.Handler, most: int = _WAITING) -> None:
         super().__init__()
@@ -123,11 +119,7 @@ class FileWriter(logging.Handler):
 
 
 class Unsent(logging.Handler):
-    """Keeps the last entries until they were sent.
-
-    Args:
-        most: entries to keep; older ones are dropped.
-    """
+    """Keeps the last entries until they were sent."""
 
     def __init__(self, most: int = 1000) -> None:
         super().__init__()

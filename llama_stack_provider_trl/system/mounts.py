@@ -38,13 +38,10 @@ class Location(NamedTuple):
     """From the root of its file system."""
 
     def is_within(self, other: Location) -> bool:
-        """Whether it is another one, or lies below it."""
         return self.device == other.device and self.path.is_relative_to(other.path)
 
 
 class MountTable:
-    """The mounts of a process at one moment."""
-
     def __init__(self, mounts: list[Mount]) -> None:
         self.mounts = mounts
         numbers = {mount.number for mount in mounts}
@@ -56,7 +53,6 @@ class MountTable:
 
     @classmethod
     def read(cls) -> MountTable:
-        """That of this process."""
         try:
             with open(_TABLE, "rb") as file:
                 return cls.parse(file.read())
@@ -65,7 +61,6 @@ class MountTable:
 
     @classmethod
     def parse(cls, text: bytes) -> MountTable:
-        """That of the text of a mountinfo file."""
         return cls([_parsed(line) for line in text.split(b"\n") if line])
 
     def locate(self, path: Path) -> Location:

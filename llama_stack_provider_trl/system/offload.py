@@ -64,7 +64,6 @@ class FairSlots:
         return slot
 
     def release(self, caller: str) -> None:
-        """Give a slot back."""
         with self._lock:
             self._free += 1
             self._held[caller] -= 1
@@ -241,7 +240,6 @@ class CpuBudget:
         )
 
     def charge(self, seconds: float, user: str = "") -> None:
-        """Count CPU time."""
         if self.per_minute is not None:
             with self._lock:
                 self._refill(self.per_minute)
@@ -274,11 +272,9 @@ class Account(NamedTuple):
     user: str
 
     def require(self) -> None:
-        """Raises LimitReached: see `CpuBudget.require`."""
         self.budget.require(self.user)
 
     def charge(self, seconds: float) -> None:
-        """Count CPU time."""
         self.budget.charge(seconds, self.user)
 
 
@@ -330,7 +326,6 @@ class CostlyWork:
                     del self._admitted[key]
 
     def budget(self, caller: str) -> CpuBudget:
-        """The budget of a caller."""
         with self._lock:
             budget = self._budgets.setdefault(caller, CpuBudget(caller, self._cpu_seconds, self._clock))
             self._budgets.move_to_end(caller)
@@ -352,8 +347,6 @@ class CostlyWork:
 
 
 class Order:
-    """What one request has ordered."""
-
     def __init__(self, work: CostlyWork, caller: str, of_node: bool = False, user: str = "") -> None:
         self.work, self.caller, self.of_node, self.user = work, caller, of_node, user
         self._is_admitted = self._has_ended = False

@@ -124,7 +124,6 @@ class Ownership:
 
 
 def record(checkpoint_dir: Path) -> Path:
-    """The file that records the owner of a checkpoint directory."""
     return checkpoint_dir.with_name(f".{checkpoint_dir.name}{_SUFFIX}")
 
 

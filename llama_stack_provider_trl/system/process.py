@@ -180,7 +180,7 @@ def reap(pid: int) -> None:
 def become_subreaper() -> None:
     """Linux: orphans among our descendants become our children, so that `descendants` still finds them."""
     if _LINUX:
-        _libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def die_with_parent(parent: int) -> None:
@@ -190,7 +190,7 @@ def die_with_parent(parent: int) -> None:
         parent: pid of the process that forked us; if it is gone already, this process ends too.
     """
     if _LINUX:
-        _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)
 
@@ -198,7 +198,7 @@ def die_with_parent(parent: int) -> None:
 def hide_from_other_processes() -> None:
     """Linux: other processes of this user, unless it is root, can no longer read our environment and memory."""
     if _LINUX:
-        _libc().prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+        libc().prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def usable_cpus() -> int:
@@ -308,6 +308,11 @@ def _own_groups() -> dict[str, str]:
     return {controllers: path.lstrip("/") for _, controllers, path in (line.split(":", 2) for line in lines)}
 
 
+def _upwards(root: Path, group: str) -> list[Path]:
+    """The directories of a control group, and of those around it."""
+    return [place for place in (root / group, *(root / group).parents) if place.is_relative_to(root)]
+
+
 def _cpu_quotas() -> Iterator[float]:
     """CPUs that each control group (version 2 and 1) allows this process together with the others in it."""
     own = _own_groups()
@@ -318,10 +323,7 @@ def _cpu_quotas() -> Iterator[float]:
             ("cpu.cfs_quota_us", "cpu.cfs_period_us"),
         ),
     ):
-        home = root / group
-        for place in (home, *home.parents):
-            if not place.is_relative_to(root):
-                break
+        for place in _upwards(root, group):
             with contextlib.suppress(OSError, ValueError):  # no such file: the root; "max" is no number: no quota
                 quota, period = (int(text) for name in files for text in (place / name).read_text().split())
                 if quota > 0:  # -1: none
@@ -342,9 +344,8 @@ def _memory_groups() -> Iterator[tuple[int, int]]:
             r"total_(?:in)?active_file",
         ),
     ):
-        home = root / group
-        for place in (home, *home.parents):
-            if place.is_relative_to(root) and (limit := _smallest(place, limits)) is not None:
+        for place in _upwards(root, group):
+            if (limit := _smallest(place, limits)) is not None:
                 yield limit, _taken(place, usage, cached, limit)
 
 
@@ -486,5 +487,5 @@ def _boot_id() -> str:
 
 
 @cache
-def _libc() -> ctypes.CDLL:
+def libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)

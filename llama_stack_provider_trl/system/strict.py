@@ -92,7 +92,6 @@ class _FilterCode(ctypes.Structure):
 
 
 def can_be_strict() -> bool:
-    """Whether `only_compute` knows this machine."""
     return sys.platform == "linux" and platform.machine() in _ARCHITECTURES and sys.maxsize > 1 << 32
 
 
@@ -111,7 +110,6 @@ def only_compute() -> None:
 
 
 def _program(architecture: _Processor) -> bytes:
-    """The filter as the kernel's instructions."""
     numbers = sorted(architecture.calls.values())
     code = [
         _instruction(_LOAD, _ARCHITECTURE_AT),

@@ -26,6 +26,7 @@ from llama_stack_provider_trl.system.digests import KeptDigests
 from llama_stack_provider_trl.system.files import (
     atomic_write_json,
     free_bytes,
+    fsync_path,
     put_in_place,
     read_regular,
     resolve_under,
@@ -306,9 +307,5 @@ def shown(size: int) -> str:
 
 def _into_place(part: Path, place: Path) -> None:
     """Give a file that was compared its name."""
-    fd = os.open(part, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    fsync_path(part)
     os.replace(part, place)

@@ -414,7 +414,7 @@ def test_process_1_of_a_container_collects_its_runners(stage: Stage) -> None:
         stage.reaches(task, TaskState.exited)
         until(lambda: runner_of(task).pid not in [child.pid for child in psutil.Process().children()])
     finally:
-        process._libc().prctl(process._PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        process.libc().prctl(process._PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
         for child in psutil.Process().children():
             process.reap(child.pid)
 

@@ -26,14 +26,13 @@ from llama_stack_provider_trl.recipes.distributed.peers import backend_of
 from llama_stack_provider_trl.recipes.fast.batches import collate_rows, forward_arguments
 from llama_stack_provider_trl.recipes.fast.model import use_rows
 from llama_stack_provider_trl.recipes.model.attention import passes_padding_mask, set_attention
-from llama_stack_provider_trl.recipes.model.fsdp import fsdp_arguments, mixed_precision
+from llama_stack_provider_trl.recipes.model.fsdp import mixed_precision
 from llama_stack_provider_trl.recipes.model.loading import choose_device
 from llama_stack_provider_trl.recipes.trainer import callbacks
 from llama_stack_provider_trl.recipes.trainer.later_metrics import DeviceClock
 from llama_stack_provider_trl.recipes.trainer.sft import in_one_sequence
 from llama_stack_provider_trl.recipes.trainer.trl_patches import every_position, fuse_head, keep_allocator_cache
 from llama_stack_provider_trl.specs.events import NullEventWriter, Progress
-from llama_stack_provider_trl.specs.job import ShardingSpec
 from tests.process.architectures import ARCHITECTURES
 from tests.required import in_full
 from tests.tiny import tiny_model
@@ -292,12 +291,6 @@ def test_offloading_leaves_the_allocators_cache_alone() -> None:
     device_module.empty_cache()
     assert (emptied, device_module.Stream) == ([], "stream")
     keep_allocator_cache(SimpleNamespace(maybe_activation_offload_context=nullcontext()))
-
-
-def test_offloading_of_an_older_job_that_is_sharded_is_refused(tmp_path: Path) -> None:
-    spec = job_spec(tmp_path, tmp_path, ranks=2, sharding=ShardingSpec(), activation_offloading=True)
-    with pytest.raises(JobFailure, match="enable_activation_offloading is true, and 2 ranks shard"):
-        fsdp_arguments(spec)
 
 
 @pytest.mark.parametrize("name", ["cuda", "cpu"])

@@ -17,7 +17,6 @@ from llama_stack_provider_trl.recipes.data.prepare import (
     tokenize_kto,
     tokenize_prompts,
     tokenize_sft,
-    tokenize_taught_prompts,
 )
 from llama_stack_provider_trl.recipes.data.prepared import Preparation
 from llama_stack_provider_trl.recipes.data.prompts import encode_prompts
@@ -192,7 +191,7 @@ def test_turns_that_the_teachers_template_leaves_out_are_counted(chatml: Any) ->
     teacher = tiny_tokenizer()
     teacher.chat_template = _WITHOUT.replace("ROLES", "['system']")
     prompts = [PromptExample([SYSTEM, TALK[0]]), PromptExample(TALK[:1])]
-    (warning,) = lost(tokenize_taught_prompts(prompts, chatml, teacher, 1024, 8).collect()[1])
+    (warning,) = lost(tokenize_prompts(prompts, chatml, 1024, 8, teacher=teacher).collect()[1])
     assert warning.startswith("the teacher's chat template leaves out turns of 1 of 2 prompts (1 system)")
 
 

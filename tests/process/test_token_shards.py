@@ -18,7 +18,7 @@ import pytest
 
 from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.errors import JobFailure
-from llama_stack_provider_trl.recipes.data import cache, counts, prepared, shards
+from llama_stack_provider_trl.recipes.data import cache, prepared, shards
 from llama_stack_provider_trl.recipes.data import prepare as preparing_rows
 from llama_stack_provider_trl.recipes.data.cache import KEEP_SECONDS, TokenCache
 from llama_stack_provider_trl.recipes.data.chat import Chat
@@ -116,7 +116,7 @@ def test_ranges_are_all_rows_of_a_file(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_all_that_a_chat_counts_is_in_the_counts_of_a_shard() -> None:
     chat = Chat(tiny_tokenizer())
-    listed = {*counts._SUMS, *counts._of_chat(chat), "endings"}
+    listed = {*shards._SUMS, *shards._of_chat(chat), "endings"}
     known = {"tokenizer", "images", "forms", "_unwritten", "_calls_lost"}  # no counts
     assert {*vars(chat)} - known <= listed
     assert {name for name, value in vars(chat.endings).items() if not name.startswith("_")} <= listed

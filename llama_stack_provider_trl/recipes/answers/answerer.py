@@ -23,8 +23,6 @@ from ..model.positions import positions_of
 
 
 class Answered(NamedTuple):
-    """An answer of the model."""
-
     text: str
     tokens: int
     complete: bool

@@ -55,5 +55,4 @@ class TransformersAnswerer(Answerer):
                 attention_mask=mask.to(self.device),
                 logits_processor=LogitsProcessorList([sampler]),
             )
-        tokens: list[list[int]] = found[:, longest:].tolist()
-        return tokens
+        return found[:, longest:].tolist()

@@ -72,7 +72,6 @@ def _check(attempt: AttemptSpec, writer: EventWriter, team: Replicas) -> None:
 
 
 def _report(measured: dict[str, Any], work: CheckedAnswering, steps: int, writer: EventWriter) -> None:
-    """Write the warnings about checks, and their measures as a point of the job's curves."""
     if timed_out := measured["timed_out"]:
         writer.write(
             Warned(message=f"{timed_out} checks took more than {_limits(work)} and count as failed: simplify them")
@@ -94,7 +93,6 @@ def _report(measured: dict[str, Any], work: CheckedAnswering, steps: int, writer
 
 
 def _limits(work: CheckedAnswering) -> str:
-    """How long the checks of an answer may take, in words."""
     found = {"grader": f"{WALL_S:g} s (graders)", "other": f"{TIMEOUT:g} s"}
     kinds = {"grader" if check.type == "grader" else "other" for check in work.checks}
     return " or ".join(found[kind] for kind in sorted(kinds, reverse=True))

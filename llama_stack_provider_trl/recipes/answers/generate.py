@@ -45,8 +45,6 @@ from .by_vllm import VllmAnswerer
 
 
 class Questions(NamedTuple):
-    """What a job answers."""
-
     prompts: list[list[Message]]
     """One per row of the dataset."""
     describe: Callable[[int, str], dict[str, Any]] = lambda row, text: {}
@@ -82,11 +80,7 @@ class AnswerFile:
 
     def add(self, lines: list[dict[str, Any]], found: list[Answered]) -> list[Answered]:
         """Write the batch of each rank, and return when all are on the disk. A collective. Returns what the models of
-        all ranks have answered.
-
-        Args:
-            lines: of this rank's batch.
-        """
+        all ranks have answered."""
         batches = self._team.gather((lines, found))
         for batch, _ in batches:
             if batch:

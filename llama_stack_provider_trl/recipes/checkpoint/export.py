@@ -72,7 +72,6 @@ class Sample(NamedTuple):
 
 
 def bytes_needed(model: PreTrainedModel | PeftModel, spec: JobSpec, kind: Kind) -> int:
-    """The approximate size of an export on disk."""
     if kind == "final" and isinstance(model, PeftModel):
         return sum(weight.numel() * weight.element_size() for weight in adapter_tensors(model).values())
     return export_bytes(model, _dtype(spec, kind))
@@ -213,7 +212,6 @@ def _check_logits(
     sample: Sample,
     heartbeat: Callable[[], None],
 ) -> float:
-    """Load the export as a user would, and compare its logits with those of the trained model."""
     try:
         with _heartbeat_per_module(heartbeat):
             if (directory / _ADAPTER).exists():
@@ -254,7 +252,6 @@ def _check_logits(
 
 
 def explained_by_rounding(spec: JobSpec, kind: Kind) -> float:
-    """Up to which fraction of their scale the logits of an export may differ."""
     return ROUNDING[export_dtype(spec, kind)] * (_WHERE_QUANTIZED if spec.train.qat else 1)
 
 
@@ -281,7 +278,6 @@ def _logits(model: PreTrainedModel | PeftModel, ids: torch.Tensor, *, is_reward:
 
 @contextmanager
 def _heartbeat_per_module(heartbeat: Callable[[], None]) -> Iterator[None]:
-    """While this is open, every forward of a module sends a heartbeat."""
     heartbeat()
     hook = register_module_forward_pre_hook(lambda *_: heartbeat())
     try:

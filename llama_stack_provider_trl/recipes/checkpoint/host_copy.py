@@ -13,6 +13,8 @@ from contextlib import suppress
 import torch
 from torch.distributed.tensor import DTensor
 
+from ..model.fsdp import local
+
 type Files = Mapping[str, Mapping[str, torch.Tensor]]
 """Tensors by the names of files and their names there."""
 _ALIGNMENT = 64
@@ -31,13 +33,13 @@ class HostCopy:
     def take(self, files: Files) -> dict[str, dict[str, torch.Tensor]]:
         """The same tensors with copied values, of sharded ones this rank's rows. Their values last until the next call.
         Raises RuntimeError: there is not as much memory."""
-        size = sum(_space(_rows(tensor)) for tensors in files.values() for tensor in tensors.values())
+        size = sum(_space(local(tensor)) for tensors in files.values() for tensor in tensors.values())
         block, start = self._reserve(size), 0
         copied: dict[str, dict[str, torch.Tensor]] = {}
         for file, tensors in files.items():
             copied[file] = {}
             for name, tensor in tensors.items():
-                rows = _rows(tensor)
+                rows = local(tensor)
                 place = block[start : start + rows.numel() * rows.element_size()].view(rows.dtype).view(rows.shape)
                 place.copy_(rows, non_blocking=self._is_pinned)
                 copied[file][name] = _with_rows(tensor, place)
@@ -70,11 +72,6 @@ def _forget_error(device: torch.device) -> None:
     """Take the error of a call that torch does not check itself: its next kernel would raise it."""
     with suppress(RuntimeError):
         torch.ones(1, device=device)
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _space(tensor: torch.Tensor) -> int:

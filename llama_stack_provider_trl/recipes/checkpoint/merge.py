@@ -22,16 +22,15 @@ from ...specs.events import Reason
 from ...specs.merge import ADAPTER_METHODS, MODEL_METHODS, PRUNING_METHODS, STACKED_METHODS, MergeSpec
 from ...specs.model_source import ModelSource
 from ...system.files import MANIFEST, atomic_write_json, put_in_place
-from ...system.model_damage import CONFIG_FILES
+from ...system.model_damage import ADAPTER_FILES, CONFIG_FILES
 from ..model import loading
 from ..model.configs import DAMAGE
 from ..model.files import check_adapter_files, check_files, check_tokenizer_files, whole_weights
 from .merge_methods import merged_adapter, merged_weight, seeded, shares_of, slerp_weights
 from .shards import Outline, outlines, write
 
-_ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_ADAPTER_CONFIG, _ADAPTER_WEIGHTS = ADAPTER_FILES
 _RECORD = "merge.json"
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _ALIKE = ("peft_type", "task_type", "base_model_name_or_path", "fan_in_fan_out")
 """Entries of adapters' configurations that must be equal."""
@@ -64,8 +63,6 @@ def merge(spec: MergeSpec) -> dict[str, Any]:
 
 
 class _Weights:
-    """The weights of a model, or adapter, in its safetensors files."""
-
     def __init__(self, given: ModelSource, stack: ExitStack) -> None:
         self.given = given.model
         self.directory = _directory(given)
@@ -136,8 +133,7 @@ class _Weights:
         return self.outlines[name] == self.outlines[other] and torch.equal(self.get(name), self.get(other))
 
     def get(self, name: str) -> torch.Tensor:
-        found: torch.Tensor = self._files[name].get_tensor(name)
-        return found
+        return self._files[name].get_tensor(name)
 
 
 class _Plan:
@@ -176,7 +172,7 @@ def _planned_model(spec: MergeSpec, inputs: list[_Weights], base: _Weights | Non
     if any(part.get("quantization_config") for part in parts):
         raise _invalid(first.given, "it is quantized", "merge models in fp32, bf16 or fp16")
     if spec.dtype:
-        config["dtype"] = str(_DTYPES[spec.dtype]).removeprefix("torch.")
+        config["dtype"] = str(loading.DTYPES[spec.dtype]).removeprefix("torch.")
         config.pop("torch_dtype", None)
     plan = _Plan(SAFE_WEIGHTS_NAME, (CONFIG_NAME, config))
     weights = [one.weight for one in spec.inputs]
@@ -191,7 +187,7 @@ def _planned_model(spec: MergeSpec, inputs: list[_Weights], base: _Weights | Non
                 of_base = base.get(name).float() if base else None
                 return merged_weight(spec.method, tensors, weights, of_base, spec.density or 1.0)
 
-        plan.add(name, Outline(outline.shape, _DTYPES[spec.dtype] if spec.dtype else outline.dtype), compute)
+        plan.add(name, Outline(outline.shape, loading.DTYPES[spec.dtype] if spec.dtype else outline.dtype), compute)
     return plan
 
 
@@ -257,7 +253,7 @@ def _planned_adapter(spec: MergeSpec, inputs: list[_Weights]) -> _Plan:
             with seeded(spec.seed, module):
                 return _padded(merged_adapter(spec.method, pairs, weights, spec.density or 1.0), rank)[part]
 
-        dtype = _DTYPES[spec.dtype] if spec.dtype else outline_a.dtype
+        dtype = loading.DTYPES[spec.dtype] if spec.dtype else outline_a.dtype
         shapes = (rank, outline_a.shape[1]), (outline_b.shape[0], rank)
         for part, name in enumerate((_A, _B)):
             plan.add(module + name, Outline(torch.Size(shapes[part]), dtype), partial(compute, part))

@@ -71,8 +71,7 @@ def combined(
     """The weighted sum, or TIES (arXiv:2306.01708) or DARE (arXiv:2311.03099)."""
     given = list(tensors), torch.tensor(weights)
     if method == "linear":
-        found: torch.Tensor = task_arithmetic(*given)
-        return found
+        return task_arithmetic(*given)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The density .* no pruning")  # 1 is a value that one may choose
         return _PRUNED[method](*given, density)

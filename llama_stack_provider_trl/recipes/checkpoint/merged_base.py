@@ -10,14 +10,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError
-
 from ...specs.bases import MERGED_BASE
 from ...specs.job import JobSpec
 from ...system.files import is_whole, put_in_place, write_manifest
 from ..distributed import ranks
-from ..model.adapters import check_adapter, unusable
+from ..model.adapters import check_adapter, fitting_adapter
 from ..model.loading import DTYPES, load_adapter, load_job_tokenizer
 from ..model.saving import write_configuration
 from .weights import export_bytes, write_weights
@@ -46,13 +43,8 @@ def _merge(spec: JobSpec, target: Path, require_space: Callable[[int], None], he
     if is_whole(target):
         return
     check_adapter(spec.adapter.directory, spec.source)
-    try:
+    with fitting_adapter(spec.adapter.directory, spec.source):
         model = load_adapter(spec, spec.adapter.directory)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        problem = f"it cannot be loaded on {spec.source.model}: {str(error)[:300]}"
-        raise unusable(spec.adapter.directory, problem) from error
     dtype = DTYPES[spec.compute.dtype]
     require_space(export_bytes(model, dtype))
     staging = target.with_name(f"{MERGED_BASE}.tmp")

@@ -43,8 +43,6 @@ class OptimizerState:
 
 @dataclass(frozen=True)
 class StoredOptimizer:
-    """An optimizer's state on disk."""
-
     tensors: Mapping[str, shards.Outline]
     """By `<weight>/<key>`."""
     values: Mapping[str, Any]

@@ -11,11 +11,7 @@ import torch
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """The state of every generator that this process trains with; JSON values.
-
-    Args:
-        device: the one that this rank trains on.
-    """
+    """The state of every generator that this process trains with; JSON values."""
     version, values, gauss = random.getstate()
     name, keys, position, has_gauss, cached = numpy.random.get_state()
     states = {"cpu": encoded(torch.get_rng_state())}
@@ -44,7 +40,6 @@ def restore(state: dict[str, Any], device: torch.device) -> None:
 
 
 def encoded(state: torch.Tensor) -> str:
-    """A generator's state, a uint8 tensor in CPU memory, as text."""
     return base64.b64encode(state.numpy().tobytes()).decode()
 
 

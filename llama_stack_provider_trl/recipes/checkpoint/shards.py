@@ -37,15 +37,11 @@ class _Layout(NamedTuple):
 
 
 class Outline(NamedTuple):
-    """A tensor without its values."""
-
     shape: torch.Size
     dtype: torch.dtype
 
 
 class LocalRows(NamedTuple):
-    """The rows of a tensor on this rank."""
-
     values: torch.Tensor
     first: int
     """Its first row in the whole tensor."""
@@ -70,7 +66,7 @@ def fill(path: Path, parts: Iterator[tuple[int, torch.Tensor]]) -> None:
     fd = os.open(path, os.O_WRONLY)
     try:
         for start, data in parts:
-            _pwrite(fd, data.numpy().data, start)
+            pwrite(fd, data.numpy().data, start)
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -176,7 +172,8 @@ def rows_of(tensor: torch.Tensor) -> LocalRows:
     return LocalRows(tensor.detach().to_local(), offset[0] if offset else 0, is_first_copy)
 
 
-def _pwrite(fd: int, data: memoryview, offset: int) -> None:
+def pwrite(fd: int, data: memoryview, offset: int) -> None:
+    """Write all of the data at an offset of a file."""
     while data:
         written = os.pwrite(fd, data, offset)  # at most 2 GiB at a time
         data, offset = data[written:], offset + written

@@ -124,7 +124,6 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint is being written."""
         return self._thread is not None and self._thread.is_alive()
 
     def save(
@@ -140,7 +139,6 @@ class Saver:
         """Copy the content of a checkpoint, and return; it is written in the background.
 
         Args:
-            random: this rank's random numbers (`recipes.checkpoint.random_state`).
             staging: directory of the small files, `.saving/checkpoint-N`; it becomes `checkpoint-N`.
             announce: called on rank 0 with the checkpoint's path, and the seconds since its copy was complete, when it
                 is complete on disk.
@@ -276,7 +274,6 @@ class Saver:
             ranks.on_all_ranks(lambda: transfer.send_to_first(pieces, names, staging, self._group), self._group)
 
     def _names(self, snapshot: Snapshot, rank: int) -> list[str]:
-        """The files of which a rank has parts."""
         own, theirs = (optimizer_state.tensors_of(number // self._workers.size) for number in (ranks.rank(), rank))
         return [theirs if name == own else name for name in snapshot.tensors]
 
@@ -312,17 +309,6 @@ def named_weights(model: Model) -> dict[str, torch.Tensor]:
 
 def weights_name(model: Model) -> str:
     return "adapter_model.safetensors" if isinstance(model, PeftModel) else "model.safetensors"
-
-
-def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path, worker: int = 0) -> None:
-    """Read the optimizer's state, each rank its parts. Raises JobFailure: invalid_request, where the checkpoint is of
-    another optimizer or of other weights, or malformed.
-
-    Args:
-        worker: with periodic averaging, whose state.
-    """
-    saved = optimizer_state.read_optimizer(checkpoint, worker)
-    optimizer_state.restore(model, optimizer, saved, checkpoint)
 
 
 def load_state(checkpoint: Path, name: str) -> dict[str, Any] | None:
@@ -462,5 +448,4 @@ def _damage(checkpoint: Path, disks: Disks) -> str | None:
 
 
 def _own_files(directory: Path, disks: Disks) -> Sequence[str]:
-    """This rank's part of a directory's files, for reading them."""
     return disks.part_of([name for name in file_names(directory) if name != MANIFEST])

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..distributed import ranks
+from .shards import pwrite
 
 PIECE = 16 << 20
 """Bytes that are sent at a time."""
@@ -32,12 +33,10 @@ class Disks:
 
     @property
     def is_shared(self) -> bool:
-        """Whether all ranks see it."""
         return len(self.with_first) == self.world_size
 
     @property
     def sees_first(self) -> bool:
-        """Whether this rank sees it."""
         return ranks.rank() in self.with_first
 
     @property
@@ -72,8 +71,6 @@ def find_disks(directory: Path) -> Disks:
 
 
 class Piece(NamedTuple):
-    """Some bytes of a file."""
-
     name: str
     offset: int
     data: torch.Tensor
@@ -138,9 +135,6 @@ def _write(path: Path, offset: int, data: torch.Tensor) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        left = data.numpy().data
-        while left:
-            written = os.pwrite(fd, left, offset)
-            left, offset = left[written:], offset + written
+        pwrite(fd, data.numpy().data, offset)
     finally:
         os.close(fd)

@@ -40,8 +40,6 @@ FILE_BYTES = 2 << 30
 
 
 class Weight(NamedTuple):
-    """One weight as it is to stand in a file."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
     digest: str
@@ -292,8 +290,7 @@ def _block(name: str) -> str:
 
 
 def _converted(plain: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    converted: dict[str, torch.Tensor] = revert_weight_conversion(plain, weights)
-    return converted
+    return revert_weight_conversion(plain, weights)
 
 
 def _outline(weights: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -305,7 +302,6 @@ def _meta(source: _Source) -> torch.Tensor:
 
 
 def _file_by_weight(directory: Path, file: str) -> dict[str, str]:
-    """Which file holds which weight."""
     index = directory / SAFE_WEIGHTS_INDEX_NAME
     if index.exists():
         return dict(json.loads(index.read_text())["weight_map"])

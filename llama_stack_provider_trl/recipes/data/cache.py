@@ -50,8 +50,6 @@ _POLL = 0.05
 
 @dataclass(frozen=True)
 class CachedRows:
-    """Rows of the cache."""
-
     rows: Dataset
     notes: dict[str, Any]
     """What was stored with them."""
@@ -74,7 +72,6 @@ class TokenCache:
 
     Args:
         directory: made when something is stored.
-        min_free_bytes: disk space that stays free.
         waiting: called with the writer's note while another process writes what this one needs.
     """
 
@@ -211,7 +208,6 @@ class TokenCache:
         write: Callable[[Add], dict[str, Any]],
         describe: Callable[[str], None],
     ) -> dict[str, Any]:
-        """Write a file of rows; returns its number of rows and bytes, and the notes."""
         with self._own_disk():
             rows = _RowFile(path, schema(columns), self.check_space)
 
@@ -364,7 +360,6 @@ class _RowFile:
         return size
 
     def abandon(self) -> None:
-        """Close the file, complete or not."""
         for closed in (self._stream, self._file):
             with suppress(OSError, pa.ArrowException):
                 closed.close()

@@ -53,8 +53,6 @@ TokenIndex = Callable[[int, bool], int]
 
 
 class Rendered(NamedTuple):
-    """A conversation as a chat template writes it."""
-
     text: str
     unwritten: list[int]
     """The turns that it does not write."""
@@ -86,13 +84,11 @@ class LostTurns(_LostRows):
     roles: Counter[str] = field(default_factory=Counter)
 
     def add(self, roles: Sequence[str], row: int) -> None:
-        """Count those of one row."""
         if roles:
             self.roles.update(roles)
             self._add(row)
 
     def add_all(self, others: LostTurns) -> None:
-        """Count those of other rows."""
         self.roles.update(others.roles)
         self._add_rows(others)
 
@@ -101,7 +97,6 @@ class LostTurns(_LostRows):
 
         Args:
             owner: whose template it is, where it is not the trained model's.
-            row: what a row is called with its number.
         """
         if not self.rows:
             return None
@@ -119,13 +114,11 @@ class LostTexts(_LostRows):
     answers: int = 0
 
     def add(self, answers: int, row: int) -> None:
-        """Count those of one row."""
         if answers:
             self.answers += answers
             self._add(row)
 
     def add_all(self, others: LostTexts) -> None:
-        """Count those of other rows."""
         self.answers += others.answers
         self._add_rows(others)
 
@@ -185,7 +178,6 @@ def check_chat_template(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> No
 
 
 def default_chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The template that a tokenizer without one is given."""
     begins = (
         tokenizer.bos_token_id is not None
         and call_tokenizer(tokenizer, ["a"])["input_ids"][0][0] == tokenizer.bos_token_id
@@ -233,7 +225,6 @@ class Chat:
 
     @cached_property
     def has_generation_header(self) -> bool:
-        """Whether the template writes something for `add_generation_prompt`."""
         prompt: list[Message] = [{"role": "user", "content": OPEN + CLOSE}]
         plain = self.render_part(prompt)
         return plain is None or plain != self.render_part(prompt, add_generation_prompt=True)
@@ -439,12 +430,7 @@ class Chat:
             return None
 
     def warnings(self, example: str, examples: int) -> Iterator[str]:
-        """What a user should know of the template, beside the turns that it leaves out and the ends of answers.
-
-        Args:
-            example: what a sequence or pair is called.
-            examples: those that were made of the rows.
-        """
+        """What a user should know of the template, beside the turns that it leaves out and the ends of answers."""
         if self.template_warning:
             yield self.template_warning
         if self.diverged:

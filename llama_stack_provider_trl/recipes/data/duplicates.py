@@ -29,8 +29,6 @@ _STORED = {"digests": "<u8", "rows": "<u4", "repeats": "<u4"}
 
 @dataclass(slots=True)
 class ExampleDigests:
-    """The digests of examples, or a sample of them."""
-
     most: int = MOST
     bits: int = 0
     """Lowest bits that are 0 in each digest: it is a sample of one in 2 ** bits."""
@@ -63,11 +61,7 @@ class ExampleDigests:
             self.pair = (first, row)
 
     def add(self, later: ExampleDigests, rows: int) -> None:
-        """Count what was counted of rows that follow these.
-
-        Args:
-            rows: how many rows these are.
-        """
+        """Count what was counted of rows that follow these."""
         if self.pair is None:
             pairs = [(self.firsts[digest], rows + later.firsts[digest]) for digest in self.firsts.keys() & later.firsts]
             pairs += [(rows + first, rows + second) for first, second in filter(None, [later.pair])]
@@ -95,7 +89,6 @@ class ExampleDigests:
         return round(max(0, min(max(found, kept - different - margin), kept - different + margin)))
 
     def stored(self) -> dict[str, Any]:
-        """As JSON, for `read`."""
         columns = {"digests": self.firsts, "rows": self.firsts.values()}
         values = {**columns, "repeats": [self.repeats.get(digest, 0) for digest in self.firsts]}
         packed = {
@@ -105,7 +98,6 @@ class ExampleDigests:
 
     @classmethod
     def read(cls, stored: dict[str, Any]) -> ExampleDigests:
-        """What was `stored`."""
         digests, rows, repeats = (
             np.frombuffer(b64decode(stored[name]), dtype=kind).tolist() for name, kind in _STORED.items()
         )

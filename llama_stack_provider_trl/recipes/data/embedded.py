@@ -24,11 +24,7 @@ def check_embedded(
     reason: Reason = Reason.invalid_model,
 ) -> None:
     """Return if a model has an embedding for each token. Raises JobFailure: names the token, its id and the number of
-    embeddings.
-
-    Args:
-        name: what the tokens are of, for the message.
-    """
+    embeddings."""
     largest = max(ids, default=-1)
     if largest < embeddings:
         return

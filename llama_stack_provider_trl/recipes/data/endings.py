@@ -50,8 +50,6 @@ class _Following(NamedTuple):
 
 @dataclass
 class Examples:
-    """Texts of many answers: their number, and the first one."""
-
     count: int = 0
     first: str = ""
 
@@ -62,7 +60,6 @@ class Examples:
             self.first = self.first or (text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
 
     def add_all(self, later: Examples) -> None:
-        """Count the texts that others have counted after these."""
         self.count += later.count
         self.first = self.first or later.first
 
@@ -80,11 +77,7 @@ class Endings:
         """Number of answers so far that nothing but white space ends."""
 
     def of(self, messages: Sequence[Message], text: str) -> int:
-        """Where the answer ends that is the last turn of a conversation.
-
-        Args:
-            text: the conversation, as the template writes it.
-        """
+        """Where the answer ends that is the last turn of a conversation."""
         if not messages or messages[-1]["role"] != "assistant":
             return len(text)
         # Few rows need marks: mostly their content is in the text, and what follows it is known.
@@ -103,7 +96,6 @@ class Endings:
 
         Args:
             marking: by which its content is found.
-            text: the conversation, as the template writes it.
             end: of the content in it.
         """
         tail = text[end:]
@@ -164,7 +156,6 @@ class Endings:
         return space + first.group() if first is not None and first.group() in self._special else ""
 
     def warnings(self) -> Iterator[str]:
-        """What a user should know of the ends of the answers so far."""
         if self.open:
             yield (
                 f"the chat template writes nothing that ends an answer after {self.open} of them: these rows teach the "

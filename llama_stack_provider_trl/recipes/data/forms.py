@@ -43,8 +43,6 @@ def opens_thought(tokenizer: Any, ids: Sequence[int]) -> bool:
 
 
 class CallForm(NamedTuple):
-    """How a template takes calls."""
-
     has_text: bool
     """Arguments are JSON text; else an object."""
     blank: Literal["", "none", "absent"]
@@ -100,7 +98,6 @@ class Forms:
 
     @cached_property
     def writes_tools(self) -> bool:
-        """Whether the template writes the tools of a conversation."""
         text = self._apply([_QUESTION], add_generation_prompt=True, tools=[_TOOL])
         return text is not None and "zqtool" in text
 
@@ -222,7 +219,6 @@ def split_thought(message: Message) -> tuple[str | None, str]:
 
 
 def without_thought(message: Message) -> Message:
-    """The turn without what it thinks."""
     thought, content = split_thought(message)
     if thought is None:
         return message

@@ -207,11 +207,9 @@ class Images:
 
     def _ids(self, image: bytes) -> list[int]:
         tokenizer = self._tokenizer or self.processor.tokenizer
-        ids: list[int] = call_tokenizer(tokenizer, [self._tokens(image)], add_special_tokens=False)["input_ids"][0]
-        return ids
+        return call_tokenizer(tokenizer, [self._tokens(image)], add_special_tokens=False)["input_ids"][0]
 
     def _tokens(self, image: bytes) -> str:
-        """What the processor writes for an image."""
         key = sha256(image).digest()
         if key not in self._known:
             out = self.processor(images=[[decode(image)]], text=[self.token], return_text_replacement_offsets=True)
@@ -306,16 +304,11 @@ def _size(example: SftExample | PreferenceExample) -> int:
 
 
 def image_numbers(images: Iterable[bytes]) -> list[int]:
-    """Numbers by which images differ."""
     return [int.from_bytes(sha256(image).digest()[:8]) for image in images]
 
 
 def check_images(messages: Sequence[Mapping[str, Any]], row: int, where: str = "messages") -> None:
-    """Return if the images of a conversation can be decoded. Raises InvalidRows: names the row, turn and image.
-
-    Args:
-        where: what the messages are called.
-    """
+    """Return if the images of a conversation can be decoded. Raises InvalidRows: names the row, turn and image."""
     for turn, message in enumerate(messages):
         for number, image in enumerate(message.get("images", ())):
             try:

@@ -36,8 +36,6 @@ _SHOWN_TEXT = 60
 
 
 class ComparedTurn(NamedTuple):
-    """A trained turn, compared with inference."""
-
     turn: int
     """Its number in the row's conversation; of answers that a job generates, that of the answer."""
     part: str
@@ -51,8 +49,6 @@ class ComparedTurn(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Tokens of a sequence that carry loss, one behind the other."""
-
     sequence: int
     begin: int
     end: int
@@ -79,7 +75,6 @@ class Inference:
 
         Args:
             example: the row as it was encoded: without its thoughts, where the job drops them.
-            sequences: ids and labels of each of its sequences, before the cut.
         """
         messages = example.messages
         if messages is None:
@@ -138,7 +133,6 @@ class Inference:
         return [self._with_text(talk, first, ids[1], run)._replace(part=part)]
 
     def of_prompt(self, messages: Sequence[Message], ids: list[int]) -> list[ComparedTurn]:
-        """A prompt that is answered while a job trains."""
         before = self._all_before(messages, [len(messages)])
         if before is None:
             return []
@@ -208,7 +202,6 @@ class Inference:
 
         Args:
             begin: the first token of the turn that carries loss.
-            before: what inference has before the turn.
         """
         if before is None:
             return "the chat template renders nothing for the messages before it, so inference has no such turn"

@@ -40,8 +40,6 @@ _CODE = _digest_of_code()
 
 
 class RowKeys:
-    """Keys of the rows of one job, with its tokenizer, and that of a teacher with another vocabulary."""
-
     def __init__(
         self, spec: JobSpec, tokenizer: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase | None = None
     ) -> None:

@@ -25,13 +25,11 @@ class Marking:
     """The content before, between and after the marks."""
 
     def put_into(self, messages: Sequence[Message], turn: int) -> list[Message]:
-        """The conversation with this turn."""
         before, between, after = self.parts
         marked: Message = {**messages[turn], "content": f"{before}{OPEN}{between}{CLOSE}{after}"}
         return [*messages[:turn], marked, *messages[turn + 1 :]]
 
     def is_in(self, marked: str) -> bool:
-        """Whether the template has written a part of this turn."""
         return OPEN in marked or CLOSE in marked
 
     def bounds(self, marked: str, text: str | None = None, *, exact: bool = True) -> tuple[int, int, int] | None:
@@ -111,7 +109,6 @@ def _marked(piece: str, is_around: bool) -> str:
 
 
 def common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many items both begin with."""
     length = 0
     for a, b in zip(one, other, strict=False):
         if a != b:
@@ -121,5 +118,4 @@ def common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def unmarked(text: str) -> str:
-    """The text without marks."""
     return text.replace(OPEN, "").replace(CLOSE, "")

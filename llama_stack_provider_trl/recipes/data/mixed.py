@@ -1,22 +1,25 @@
-"""The tokenized datasets of a mixture as one, whose rows know the dataset that they are of."""
+"""The tokenized datasets of a job; those of a mixture as one, whose rows know the dataset that they are of."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset, concatenate_datasets
 
 from ...errors import InvalidRows, JobFailure
-from ...specs.events import Reason
-from ...specs.job import DatasetRef, DataSpec
-from .duplicates import CountedExamples, ExampleDigests
+from ...specs.events import EventWriter, Reason
+from ...specs.job import DatasetRef, DataSpec, JobSpec
+from .duplicates import CountedExamples, ExampleDigests, duplicates
 from .lengths import num_rows
 from .mixture import Mixture, apportioned, mixture_of
-from .prepare import DataReport
+from .prepare import DataReport, with_filler
 from .prepared import Preparation, PreparedRows
 from .tables import with_source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _MOST_PASSES = 10_000
 """Of a dataset in an epoch: each takes a permutation of its own."""
@@ -26,8 +29,6 @@ _GREATEST = ("max_tokens", "largest_id")
 
 @dataclass(frozen=True)
 class MixedRows:
-    """The rows of a job's datasets, one dataset after another."""
-
     dataset: Dataset
     report: DataReport
     """On all of them."""
@@ -45,7 +46,6 @@ class MixedRows:
         return {name: part.source for name, part in zip(self.names, self.parts, strict=True)}
 
     def counted(self) -> CountedExamples:
-        """The examples of all datasets, for `duplicates`."""
         digests, rows = ExampleDigests(), 0
         for part in self.parts:
             digests.add(part.digests, rows)
@@ -60,6 +60,75 @@ class MixedRows:
             return []
         of_epoch = zip(self.names, self.mixture.sizes, self.mixture.counts, strict=True)
         return [{"dataset_id": name, "rows": rows, "rows_per_epoch": count} for name, rows, count in of_epoch]
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The tokenized datasets of a job, and what became of their rows."""
+
+    train: Dataset
+    validation: Dataset | None
+    report: DataReport
+    validation_report: DataReport | None
+    mixed: MixedRows
+    """The datasets that are trained on, and of a mixture, what an epoch takes of each."""
+    packing: dict[str, int] | None
+    """Of a packed job: rows and sequences."""
+    sources: dict[str, str]
+    """Of a job that has a token cache: dataset -> whether its rows were found there (`PreparedRows.source`)."""
+    duplicates: list[str]
+    """Sentences on examples that are trained several times, or are in the validation dataset, too."""
+
+    @property
+    def warnings(self) -> list[str]:
+        of_validation = self.validation_report.warnings if self.validation_report else []
+        return [*self.report.warnings, *of_validation, *self.duplicates]
+
+    def with_filler(self) -> TrainingData:
+        return replace(self, train=with_filler(self.train), validation=self.validation and with_filler(self.validation))
+
+
+def prepared_data(
+    spec: JobSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    writer: EventWriter,
+    rows_per_step: int,
+    teacher: PreTrainedTokenizerBase | None,
+    embeddings: int,
+) -> TrainingData:
+    """Tokenize the job's datasets, and pack them where the job does. Raises JobFailure: as `training_rows`.
+
+    Args:
+        rows_per_step: rows of an optimizer step, which limit an epoch of so many steps.
+        teacher: the tokenizer of a teacher with another vocabulary.
+        embeddings: of the model that reads the rows.
+    """
+    refs = (ref for one in spec.data.mixed for ref in (one.dataset, one.validation))
+    preparation = Preparation(spec, tokenizer, writer, *refs, teacher=teacher, embeddings=embeddings)
+    cap = spec.train.max_steps_per_epoch
+    train = training_rows(preparation, spec.data, None if cap is None else cap * rows_per_step)
+    steps = spec.data.max_validation_steps
+    validation = validation_rows(preparation, spec.data, None if steps is None else steps * spec.data.batch_size)
+    held_out = validation.counted() if validation else None
+    return TrainingData(
+        train=train.dataset,
+        validation=validation.dataset if validation else None,
+        report=train.report,
+        validation_report=validation.report if validation else None,
+        mixed=train,
+        packing={"rows": num_rows(train.dataset), "sequences": len(train.dataset)} if spec.data.packed else None,
+        sources=_sources(train, validation) if spec.data.token_cache else {},
+        duplicates=duplicates(spec.data.duplicates, train.counted(), held_out),
+    )
+
+
+def _sources(train: MixedRows, validation: MixedRows | None) -> dict[str, str]:
+    found = dict[str, str]()
+    for use, rows in (("train_dataset", train), ("validation_dataset", validation)):
+        if rows is not None:
+            several = len(rows.names) > 1
+            found |= {f"{use} {name}" if several else use: source for name, source in rows.found.items()}
+    return found
 
 
 def training_rows(preparation: Preparation, data: DataSpec, most: int | None = None) -> MixedRows:
@@ -106,7 +175,6 @@ def validation_rows(preparation: Preparation, data: DataSpec, most: int | None) 
 
 
 def _prepared(preparation: Preparation, ref: DatasetRef, of: int, first: int | None = None) -> PreparedRows:
-    """The rows of one of several datasets, whose failures name it."""
     try:
         return preparation.rows(ref, first)
     except (JobFailure, InvalidRows) as error:
@@ -133,7 +201,6 @@ def _joined(refs: Sequence[DatasetRef], parts: Sequence[PreparedRows]) -> MixedR
 
 
 def _combined(names: Sequence[str], reports: Sequence[DataReport]) -> DataReport:
-    """One report on all datasets, whose messages name theirs."""
     largest = max(reports, key=lambda report: report.largest_id)
     values: dict[str, Any] = {}
     for field in fields(DataReport):

@@ -32,8 +32,6 @@ _NONE = np.zeros(0, dtype=np.uint64)
 
 
 class NearRepeats(NamedTuple):
-    """Rows that nearly repeat an earlier one."""
-
     found: int
     compared: int
     """Rows that have enough to be compared by, and do not equal an earlier one."""
@@ -41,11 +39,7 @@ class NearRepeats(NamedTuple):
     """The earlier row, and the first one that nearly repeats it."""
 
     def warnings(self, place: Callable[[int], str]) -> list[str]:
-        """A sentence on them; none where there are none.
-
-        Args:
-            place: how a message names a row.
-        """
+        """A sentence on them; none where there are none."""
         if not self.pair:
             return []
         example = f"{place(self.pair[1])} nearly repeats {place(self.pair[0])}"
@@ -67,7 +61,6 @@ class RowSequences:
         self._digests = set[bytes]()
 
     def count(self, parts: Iterable[Sequence[int]]) -> None:
-        """Count the next row."""
         if len(self._hashes) == self.most_rows:
             return
         texts = [np.array(part, dtype=np.uint64) for part in parts]

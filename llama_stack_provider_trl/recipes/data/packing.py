@@ -78,7 +78,6 @@ class _Lists:
         self._values = [chunk.values.to_numpy() for chunk in chunks]
 
     def take(self, rows: Sequence[int]) -> list[Numbers]:
-        """The lists of some rows, in their order."""
         chunks = np.searchsorted(self._starts, rows, side="right") - 1
         numbers = np.asarray(rows) - self._starts[chunks]
         found = []

@@ -29,7 +29,7 @@ def _byte_of_character() -> dict[str, int]:
     return {chr(byte): byte for byte in own} | {chr(256 + number): byte for number, byte in enumerate(others)}
 
 
-_BYTE_OF_CHARACTER = _byte_of_character()
+BYTE_OF_CHARACTER = _byte_of_character()
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def _parts(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 def _byte_level(text: str) -> bytes | None:
     try:
-        return bytes(_BYTE_OF_CHARACTER[character] for character in text)
+        return bytes(BYTE_OF_CHARACTER[character] for character in text)
     except KeyError:
         return None
 
@@ -144,8 +144,6 @@ def _byte_fallback(text: str) -> bytes:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Bytes as text."""
-
     text: str
     """Each run of bytes that are no UTF-8 is one U+FFFD in it."""
     at: tuple[int | None, ...]

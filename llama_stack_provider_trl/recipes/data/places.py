@@ -13,8 +13,6 @@ Render = Callable[[Sequence[Message]], str | None]
 
 
 class ContentPlace(NamedTuple):
-    """Where the content of a turn is in a text."""
-
     start: int
     end: int
     mark: int

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import batched, islice
 from pathlib import Path
@@ -91,8 +91,6 @@ class DataReport:
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """Consecutive rows of a file."""
-
     first: int
     """Number of the first of them in the file."""
     count: int
@@ -101,8 +99,6 @@ class RowRange:
 
 
 class Reading(TypedDict, total=False):
-    """How rows are read."""
-
     data_format: DataFormat | None
     names: RowNames | None
     rows: RowRange | None
@@ -150,7 +146,6 @@ class Tokenization:
 
     @property
     def rows(self) -> int:
-        """Rows of the dataset that have been read so far."""
         return self.counter.rows
 
     def report(self) -> DataReport:
@@ -159,7 +154,6 @@ class Tokenization:
         return self.counter.report(self.unit, self.chat, self.teacher)
 
     def collect(self) -> tuple[Dataset, DataReport]:
-        """All rows in memory, and the report on them."""
         tables = list(self.tables)
         report = self.report()
         return in_memory(tables), report
@@ -175,30 +169,33 @@ def tokenize(
     """Tokenize a dataset of the job for its trainer.
 
     Args:
-        teacher: the tokenizer of a teacher with another vocabulary.
         rows: those that are tokenized; None: all.
     """
-    most, side = spec.data.max_seq_length, spec.data.truncation_side
-    path, names, first = dataset.path, dataset.names, rows.first if rows else 0
+    data, names, first = spec.data, dataset.names, rows.first if rows else 0
+    path, most, side = dataset.path, data.max_seq_length, data.truncation_side
+    images = Images(spec.source, tokenizer) if data.has_images else None
     if spec.method.answer_tokens is not None:
         prompts = read_examples(path, "prompts", names=names, rows=rows)
-        if teacher is not None:
-            return tokenize_taught_prompts(prompts, tokenizer, teacher, most, spec.method.answer_tokens, first)
-        return tokenize_prompts(prompts, tokenizer, most, spec.method.answer_tokens, first)
+        return tokenize_prompts(prompts, tokenizer, most, spec.method.answer_tokens, first, teacher)
     if spec.has_pairs:
         # By the method's own name: not every one on pairs reads images.
         pairs = cast(Iterator[PreferenceExample], read_examples(path, spec.algorithm, names=names, rows=rows))
-        images = Images(spec.source, tokenizer) if spec.data.has_images else None
         margins = names is not None and names.margins
         return tokenize_dpo(pairs, tokenizer, most, side, first, margins=margins, images=images)
     if METHODS[spec.algorithm].rows == "kto":
         return tokenize_kto(read_examples(path, "kto", names=names, rows=rows), tokenizer, most, side, first)
-    examples = read_examples(path, "sft", data_format=spec.data.data_format, names=names, rows=rows)
-    data = spec.data
-    if data.has_images:
-        encoder = SftEncoder(Chat(tokenizer, Images(spec.source, tokenizer)), data.trained, data.reasoning)
-        return tokenize_sft_with_images(examples, encoder, most, side, first)
-    return tokenize_sft(examples, tokenizer, most, data.train_on_input, side, data.train_on, data.reasoning, first)
+    examples = read_examples(path, "sft", data_format=data.data_format, names=names, rows=rows)
+    return tokenize_sft(
+        examples,
+        tokenizer,
+        most,
+        data.train_on_input,
+        side,
+        data.train_on,
+        data.reasoning,
+        first,
+        images=images,
+    )
 
 
 def tokenize_sft(
@@ -210,6 +207,8 @@ def tokenize_sft(
     train_on: TrainOn = "assistant",
     reasoning: ReasoningUse = "keep",
     first: int = 0,
+    *,
+    images: Images | None = None,
 ) -> Tokenization:
     """Tokenize for `SFTTrainer`, a part at a time, with `dataset_kwargs={"skip_prepare_dataset": True}`. Raises
     JobFailure: `invalid_dataset` if the template refuses a row or no row is left, `invalid_model` if a chat is to be
@@ -218,60 +217,30 @@ def tokenize_sft(
 
     Args:
         tokenizer: one without a chat template is given `DEFAULT_CHAT_TEMPLATE`, so that checkpoints carry it.
-        max_seq_length: tokens; longer sequences are cut.
         train_on_input: the loss covers every token, whatever `train_on` is.
         reasoning: whether thoughts are left out of the rows.
         side: right, sequences lose their end; left, their beginning, but for a `bos_token`.
-        first: number of the first example's row.
+        images: reads those of the rows, which are in the column `IMAGES` then. A row whose cut would take a token of
+            an image is dropped.
     """
-    encoder = SftEncoder(Chat(tokenizer), "all" if train_on_input else train_on, reasoning)
-    counter = TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
-    tables = (
-        table(
-            [
-                cut
-                for sequences in counter.read(encoder.encode(chunk))
-                for ids, labels in sequences
-                if (cut := counter.cut_row(ids, labels))
-            ],
-            SFT_COLUMNS,
-        )
-        # By their bytes, too: rows with images, which are refused, would fill the memory before.
-        for chunk in chunked(enumerate(examples, first), CHUNK_ROWS)
-    )
-    return Tokenization(tables, SFT_COLUMNS, encoder.chat, "row", counter)
-
-
-def tokenize_sft_with_images(
-    examples: Iterable[SftExample],
-    encoder: SftEncoder,
-    max_seq_length: int,
-    side: TruncationSide = "right",
-    first: int = 0,
-) -> Tokenization:
-    """As `tokenize_sft`, of rows that may have images, with the column `IMAGES`. A row whose cut would take a token of
-    an image is dropped."""
-    chat, tokenizer = encoder.chat, encoder.chat.tokenizer
-    assert chat.images is not None
-    images = chat.images
+    chat = Chat(tokenizer, images)
+    encoder = SftEncoder(chat, "all" if train_on_input else train_on, reasoning)
     counter = TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
 
-    def rows(chunk: Sequence[tuple[int, SftExample]]) -> Iterator[tuple[list[int], list[int], list[bytes]]]:
+    def rows(chunk: Sequence[tuple[int, SftExample]]) -> Iterator[tuple[Any, ...]]:
         for sequences, (row, example) in zip(counter.read(encoder.encode(chunk)), chunk, strict=True):
-            own = [image for _, image in images_in(example.messages or ())]
-            beside = image_numbers(own)
+            own = [image for _, image in images_in(example.messages or ())] if images else []
+            never_cut, beside = images.token_ids if images and own else frozenset[int](), image_numbers(own)
             for ids, labels in sequences:
-                if not own:
+                if images and not own:
                     images.refuse_stray(ids, row)
-                if cut := counter.cut_row(ids, labels, images.token_ids if own else frozenset(), beside):
-                    kept = images.of_sequence(ids, own, row) if own else []
-                    counter.images += len(kept)
-                    yield *cut, kept
+                if cut := counter.cut_row(ids, labels, never_cut, beside):
+                    yield (*cut, counter.count_images(images, ids, own, row)) if images else cut
 
+    columns = IMAGE_COLUMNS["sft"] if images else SFT_COLUMNS
+    # By their bytes, too: rows with images, which are refused, would fill the memory before.
     chunks = chunked(enumerate(examples, first), CHUNK_ROWS)
-    columns = IMAGE_COLUMNS["sft"]
-    tables = (table(list(rows(chunk)), columns) for chunk in chunks)
-    return Tokenization(tables, columns, chat, "row", counter)
+    return Tokenization(_tables(chunks, rows, columns), columns, chat, "row", counter)
 
 
 def tokenize_dpo(
@@ -307,13 +276,13 @@ def tokenize_dpo(
             never_cut = images.token_ids if images and own else frozenset[int]()
             for ids, margin in zip(found, example.margins or [0.0] * len(found), strict=True):
                 if cut := counter.cut_pair(*ids, never_cut, [*([margin] if margins else ()), *image_numbers(own)]):
-                    kept = images.of_sequence(cut[0], own, row) if images and own else []
-                    counter.images += len(kept)
-                    yield (*cut, kept) if images else (*cut, margin) if margins else cut
+                    if images:
+                        yield (*cut, counter.count_images(images, cut[0], own, row))
+                    else:
+                        yield (*cut, margin) if margins else cut
 
     chunks = chunked(enumerate(pairs, first), CHUNK_ROWS)
-    tables = (table(list(rows(chunk)), columns) for chunk in chunks)
-    return Tokenization(tables, columns, chat, "pair", counter)
+    return Tokenization(_tables(chunks, rows, columns), columns, chat, "pair", counter)
 
 
 def tokenize_kto(
@@ -328,18 +297,14 @@ def tokenize_kto(
     report."""
     chat = Chat(tokenizer)
     counter = TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
-    tables = (
-        table(
-            [
-                (*cut, label)
-                for prompt, answer, label in counter.read(encode_labelled(chat, chunk))
-                if (cut := counter.cut_answer(prompt, answer, label))
-            ],
-            KTO_COLUMNS,
-        )
-        for chunk in batched(enumerate(rows, first), CHUNK_ROWS)
-    )
-    return Tokenization(tables, KTO_COLUMNS, chat, "row", counter)
+
+    def cut_rows(chunk: Sequence[tuple[int, LabelledExample]]) -> Iterator[tuple[list[int], list[int], bool]]:
+        for prompt, answer, label in counter.read(encode_labelled(chat, chunk)):
+            if cut := counter.cut_answer(prompt, answer, label):
+                yield *cut, label
+
+    chunks = batched(enumerate(rows, first), CHUNK_ROWS)
+    return Tokenization(_tables(chunks, cut_rows, KTO_COLUMNS), KTO_COLUMNS, chat, "row", counter)
 
 
 def tokenize_prompts(
@@ -348,6 +313,7 @@ def tokenize_prompts(
     max_seq_length: int,
     answer: int,
     first: int = 0,
+    teacher: PreTrainedTokenizerBase | None = None,
 ) -> Tokenization:
     """Tokenize prompts that are answered while a job trains, with the header of their answer, a part at a time.
 
@@ -356,41 +322,33 @@ def tokenize_prompts(
 
     Args:
         answer: tokens of an answer at most; a prompt that leaves fewer within `max_seq_length` is dropped.
+        teacher: its own chat template writes each prompt, and it reads that, for the column `teacher_ids`. The longer
+            one of both decides whether a prompt is dropped.
     """
-    chat = Chat(tokenizer)
-    counter = TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length)
-    tables = (
-        table(
-            [(ids, [row]) for row, ids in counter.read(encode_chats(chat, chunk)) if counter.keeps(ids, answer)],
-            PROMPT_COLUMNS,
-        )
-        for chunk in batched(enumerate(prompts, first), CHUNK_ROWS)
-    )
-    return Tokenization(tables, PROMPT_COLUMNS, chat, "prompt", counter)
-
-
-def tokenize_taught_prompts(
-    prompts: Iterable[PromptExample],
-    tokenizer: PreTrainedTokenizerBase,
-    teacher: PreTrainedTokenizerBase,
-    max_seq_length: int,
-    answer: int,
-    first: int = 0,
-) -> Tokenization:
-    """As `tokenize_prompts`, with each prompt as a teacher's own chat template writes it and its tokenizer reads it.
-    The longer one of both decides whether a prompt is dropped. Returns tables with the columns `prompt_ids`, `row` and
-    `teacher_ids`; after the last one, the report on their rows."""
-    chat, other = Chat(tokenizer), Chat(teacher)
+    chat, taught = Chat(tokenizer), None if teacher is None else Chat(teacher)
     counter = TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length)
 
-    def rows(chunk: Sequence[tuple[int, PromptExample]]) -> Iterator[tuple[list[int], list[int], list[int]]]:
-        read = zip(encode_chats(chat, chunk), encode_chats(other, chunk), strict=True)
-        for (row, ids), (_, theirs) in counter.read(read):
+    def rows(chunk: Sequence[tuple[int, PromptExample]]) -> Iterator[tuple[list[int], ...]]:
+        if taught is None:
+            for row, ids in counter.read(encode_chats(chat, chunk)):
+                if counter.keeps(ids, answer):
+                    yield ids, [row]
+            return
+        for (row, ids), (_, theirs) in counter.read(
+            zip(encode_chats(chat, chunk), encode_chats(taught, chunk), strict=True)
+        ):
             if counter.keeps(ids if theirs else [], answer, len(theirs)):
                 yield ids, [row], theirs
 
-    tables = (table(list(rows(chunk)), TAUGHT_COLUMNS) for chunk in batched(enumerate(prompts, first), CHUNK_ROWS))
-    return Tokenization(tables, TAUGHT_COLUMNS, chat, "prompt", counter, other)
+    columns = PROMPT_COLUMNS if taught is None else TAUGHT_COLUMNS
+    chunks = batched(enumerate(prompts, first), CHUNK_ROWS)
+    return Tokenization(_tables(chunks, rows, columns), columns, chat, "prompt", counter, taught)
+
+
+def _tables[Chunk](
+    chunks: Iterable[Chunk], rows: Callable[[Chunk], Iterable[tuple[Any, ...]]], columns: tuple[str, ...]
+) -> Iterator[pa.Table]:
+    return (table(list(rows(chunk)), columns) for chunk in chunks)
 
 
 def with_filler(dataset: Dataset) -> Dataset:
@@ -399,30 +357,26 @@ def with_filler(dataset: Dataset) -> Dataset:
     An SFT row of which nothing is trained, or a prompt with empty answers; of prompts to answer, one without a row.
     """
     first = dataset[0]
+    # Every rank computes the features of images at every step: those of a filler need all their tokens.
+    shown = slice(None) if IMAGES in first else slice(2)
+    ids = first["input_ids" if "labels" in first else "prompt_ids"][shown]
+    row: list[Any]
+    columns: tuple[str, ...]
     if "labels" in first:
-        ids = first["input_ids"][:2]
-        filler = in_memory([table([(ids, [IGNORED] * len(ids))], SFT_COLUMNS)])
-        if IMAGES in first:  # every rank computes the features of images at every step
-            ids = first["input_ids"]
-            filler = in_memory([table([(ids, [IGNORED] * len(ids), first[IMAGES])], IMAGE_COLUMNS["sft"])])
-        if "seq_lengths" in first:
-            from .packing import pack  # imports torch, which a process that only tokenizes does not need
-
-            filler = pack(filler, len(ids))
+        row, columns = [ids, [IGNORED] * len(ids)], SFT_COLUMNS
     elif "label" in first:
-        ids = first["prompt_ids"][:2] or first["completion_ids"][:2]
-        filler = in_memory([table([(ids, [], False)], KTO_COLUMNS)])
-    elif "teacher_ids" in first:
-        filler = in_memory([table([(first["prompt_ids"][:2], [], first["teacher_ids"][:2])], TAUGHT_COLUMNS)])
+        row, columns = [ids or first["completion_ids"][:2], [], False], KTO_COLUMNS
     elif "row" in first:
-        filler = in_memory([table([(first["prompt_ids"][:2], [])], PROMPT_COLUMNS)])
+        row, columns = [ids, []], PROMPT_COLUMNS
     else:
-        ids = first["prompt_ids"][:2] or first["chosen_ids"][:2]
-        if IMAGES in first:
-            filler = in_memory([table([(first["prompt_ids"], [], [], first[IMAGES])], IMAGE_COLUMNS["dpo"])])
-        else:
-            columns, margin = (MARGIN_COLUMNS, [0.0]) if MARGIN in first else (DPO_COLUMNS, [])
-            filler = in_memory([table([(ids, [], [], *margin)], columns)])
+        row, columns = [ids or first["chosen_ids"][:2], [], []], DPO_COLUMNS
+    further = {IMAGES: first.get(IMAGES), "teacher_ids": first.get("teacher_ids", [])[:2], MARGIN: 0.0}
+    present = {name: value for name, value in further.items() if name in first}
+    filler = in_memory([table([(*row, *present.values())], (*columns, *present))])
+    if "seq_lengths" in first:
+        from .packing import pack  # imports torch, which a process that only tokenizes does not need
+
+        filler = pack(filler, len(ids))
     return concatenate_datasets([dataset, with_source(filler, 0) if SOURCE in first else filler])
 
 
@@ -502,12 +456,7 @@ class TruncationCounter:
         beside: Sequence[float] = (),
     ) -> tuple[list[int], list[int], list[int]] | None:
         """The pair, cut; None if it is dropped because the prompt takes all `limit` tokens, or would lose a part of an
-        image.
-
-        Args:
-            never_cut: tokens of images.
-            beside: numbers by which the pair differs from others with these tokens.
-        """
+        image."""
         longest = max(len(chosen), len(rejected))
         length = len(prompt) + longest
         self._count(length)
@@ -566,6 +515,12 @@ class TruncationCounter:
         head = 1 if self.bos is not None and ids[0] == self.bos and limit > 1 else 0
         return values[:head] + values[len(values) - limit + head :]
 
+    def count_images(self, images: Images, ids: list[int], own: list[bytes], row: int) -> list[bytes]:
+        """The images that the tokens of a kept row or prompt stand for, counted; none where the row has none."""
+        kept = images.of_sequence(ids, own, row) if own else []
+        self.images += len(kept)
+        return kept
+
     def _count(self, length: int) -> None:
         self.examples += 1
         self.longest = max(self.longest, length)
@@ -615,7 +570,6 @@ class TruncationCounter:
         )
 
     def warnings(self, unit: str, chat: Chat, teacher: Chat | None = None) -> list[str]:
-        """What a user should know of the rows so far."""
         lost, example = self.lost_turns(unit, chat, teacher), self._example(unit)
         made = [f"{self.rows} rows make {self.examples} {example}s"] if self.examples != self.rows else []
         of_chat = chat.warnings(example, self.examples)
@@ -631,7 +585,6 @@ class TruncationCounter:
 
     @property
     def dropped(self) -> int:
-        """Examples that were not kept."""
         return self.examples - self.kept
 
     def _row(self, unit: str) -> str:
@@ -639,11 +592,9 @@ class TruncationCounter:
         return unit if self.examples == self.rows else "row"
 
     def _example(self, unit: str) -> str:
-        """What an example is called in messages."""
         return "sequence" if self.examples != self.rows and unit == "row" else unit
 
     def nothing_left(self, unit: str, chat: Chat) -> str:
-        """Why there is nothing to train on."""
         if not self.rows:
             return "the dataset is empty: expected at least one row"
         if not self.examples:

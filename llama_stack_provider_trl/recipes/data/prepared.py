@@ -37,8 +37,6 @@ _BYTES_PER_BYTE = 2
 
 @dataclass(frozen=True)
 class PreparedRows:
-    """Rows that are ready for a trainer."""
-
     dataset: Dataset
     """Packed where the job packs them."""
     report: DataReport
@@ -54,7 +52,6 @@ class Preparation:
     Args:
         writer: gets the progress, warnings, and heartbeats while another process tokenizes the same rows.
         datasets: all that will be prepared, for the progress.
-        teacher: the tokenizer of a teacher with another vocabulary.
         embeddings: of the model that reads the rows; None: any number.
     """
 
@@ -203,7 +200,6 @@ class _Progress:
             self._write(self._done + rows)
 
     def end(self, rows: int) -> None:
-        """Count a dataset as prepared."""
         self._done += rows
         if self._has_written and self._done >= self._total:
             self._write(self._done)

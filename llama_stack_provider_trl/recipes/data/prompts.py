@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 
 class SamplePrompts(NamedTuple):
-    """The prompts of a job's `samples`."""
-
     ids: list[list[int]]
     lost_turns: list[str]
     """A sentence where the chat template leaves out turns of them."""

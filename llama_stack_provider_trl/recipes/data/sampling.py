@@ -60,7 +60,6 @@ class BatchPlan:
         return cls.of(spec.rows_per_step, spec.data.batch_size, spec.ranks, spec.context_parallel_size)
 
     def applied(self, spec: JobSpec) -> JobSpec:
-        """The job with the batches of this plan."""
         sizes = {"batch_size": self.batch_size, "gradient_accumulation_steps": self.accumulation_steps}
         return spec.changed(ranks=self.world_size, **sizes)
 
@@ -71,7 +70,6 @@ class BatchPlan:
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro steps per optimizer step."""
         return -(-self.rows_per_step // (self.batch_size * self.groups))
 
     @property
@@ -81,7 +79,6 @@ class BatchPlan:
 
     @property
     def needs_filler(self) -> bool:
-        """Whether the dataset needs a filler row."""
         return self.world_size > 1 or self.slots_per_step != self.rows_per_step
 
 
@@ -136,7 +133,6 @@ class EpochSampler(Sampler[int]):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps."""
         return -(-self.rows_per_epoch // self.rows_per_step)
 
     def position(self, step: int) -> Position:
@@ -168,7 +164,6 @@ class EpochSampler(Sampler[int]):
         yield from [self.num_rows] * self._fillers_at_end
 
     def _steps(self) -> Iterator[list[int]]:
-        """The rows of each optimizer step."""
         rows = self._rows()
         size = max(1, _BLOCK // self.rows_per_step) * self.rows_per_step
         for begin in range(0, self.rows_per_epoch, size):

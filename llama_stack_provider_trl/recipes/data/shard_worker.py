@@ -56,7 +56,6 @@ class Worker:
 
     @property
     def number(self) -> int | None:
-        """That of its shard."""
         return self.shard and self.shard[0]
 
     @property
@@ -64,7 +63,6 @@ class Worker:
         return self._process.pid
 
     def begin(self, number: int, rows: RowRange) -> None:
-        """Have it tokenize a shard."""
         self.shard = (number, rows)
         self._send(self.shard)
 
@@ -84,7 +82,6 @@ class Worker:
         return answer if isinstance(answer, Exception) else None
 
     def end(self) -> None:
-        """End it, whatever it does."""
         if self.shard is not None:
             self._process.kill()
         self._ours.close()

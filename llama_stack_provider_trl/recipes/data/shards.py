@@ -8,12 +8,13 @@ preparation was killed.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...errors import JobFailure
 from ...specs.chat_templates import UNENDED
@@ -22,9 +23,10 @@ from ...specs.job import DatasetRef, JobSpec
 from ...system.cpu_timer import ENDED_BY
 from ...system.process import available_memory, usable_cpus
 from .cache import Add, Shards, TokenCache
-from .counts import Counts, add_counts, counts_of
-from .duplicates import bits_for
-from .prepare import CHUNK_ROWS, RowRange, Tokenization, tokenize
+from .chat import Chat, LostTexts, LostTurns
+from .duplicates import ExampleDigests, bits_for
+from .endings import Examples
+from .prepare import CHUNK_ROWS, RowRange, Tokenization, TruncationCounter, tokenize
 from .shard_worker import Lost, Worker
 
 if TYPE_CHECKING:
@@ -39,6 +41,20 @@ _WORKER_BYTES = 512 << 20
 """Of a worker: what it imports, its tokenizer, and a record batch before it is written (measured: 220 MiB)."""
 _BYTES_PER_BYTE = 60
 """Of a worker's memory for each byte of the rows that it tokenizes at once: their tokens are Python integers."""
+
+_SUMS = (
+    "expanded",
+    "diverged",
+    "two_prompts",
+    "empty_thoughts",
+    "only_thoughts",
+    "unplaced_turns",
+    "equal_answers",
+)
+"""All numbers that a `Chat` counts."""
+Counts = dict[str, Any]
+"""What a tokenization has counted, as JSON, so that the shards of a dataset have one report. Their order counts: of
+texts and ends of answers a report has the first, and of equal largest ids the first row."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +87,6 @@ class ShardedRows:
 
     def complete(self, shards: Shards, show: Callable[[int], None]) -> Tokenization:
         """Tokenize the shards that are not there yet; returns the counts of all.
-
-        Args:
-            show: called with the rows that are done.
 
         Raises:
             JobFailure, InvalidRows: as `tokenize`; of several rows that cannot be read, for the first.
@@ -126,7 +139,6 @@ def workers_for(rows: ShardedRows, shards: int) -> int:
 
 
 def _write_all(rows: ShardedRows, left: Sequence[tuple[int, RowRange]], shown: Callable[[int, int], None]) -> None:
-    """Write shards, in processes of their own and, where none is left, in this one."""
     waiting = list(reversed(left))
     failed: dict[int, Exception] = {}
     workers = _started(rows, workers_for(rows, len(left)))
@@ -174,3 +186,51 @@ def _started(rows: ShardedRows, count: int) -> list[Worker]:
         for _ in range(count):
             workers.append(Worker(rows))
     return workers
+
+
+def counts_of(tokenization: Tokenization) -> Counts:
+    """What was counted in the rows that a tokenization has read."""
+    teacher, counter = tokenization.teacher, tokenization.counter
+    rows = {field.name: getattr(counter, field.name) for field in fields(counter)}
+    return {
+        "rows": {**rows, "digests": counter.digests.stored()},
+        "chat": _of_chat(tokenization.chat),
+        "teacher": None if teacher is None else _of_chat(teacher),
+    }
+
+
+def add_counts(tokenization: Tokenization, later: Counts) -> None:
+    """Count what `counts_of` has of the rows that follow those of a tokenization."""
+    rows = later["rows"]
+    tokenization.counter.add(TruncationCounter(**{**rows, "digests": ExampleDigests.read(rows["digests"])}))
+    _add_to_chat(tokenization.chat, later["chat"])
+    if tokenization.teacher is not None:
+        _add_to_chat(tokenization.teacher, later["teacher"])
+
+
+def _of_chat(chat: Chat) -> Counts:
+    return {
+        "sums": {name: getattr(chat, name) for name in _SUMS},
+        "template_warning": chat.template_warning,
+        "has_rendered": chat.has_rendered,
+        "lost": {**vars(chat.lost), "roles": dict(chat.lost.roles)},  # of a Counter asdict makes another one
+        "lost_texts": asdict(chat.lost_texts),
+        "trained_headers": asdict(chat.trained_headers),
+        "left_out": asdict(chat.endings.left_out),
+        "doubtful": asdict(chat.endings.doubtful),
+        "open": chat.endings.open,
+    }
+
+
+def _add_to_chat(chat: Chat, later: Counts) -> None:
+    for name, count in later["sums"].items():
+        setattr(chat, name, getattr(chat, name) + count)
+    chat.template_warning = chat.template_warning or later["template_warning"]
+    chat.has_rendered = chat.has_rendered or later["has_rendered"]
+    lost = later["lost"]
+    chat.lost.add_all(LostTurns(**{**lost, "roles": Counter(lost["roles"])}))
+    chat.lost_texts.add_all(LostTexts(**later["lost_texts"]))
+    chat.trained_headers.add_all(Examples(**later["trained_headers"]))
+    chat.endings.left_out.add_all(Examples(**later["left_out"]))
+    chat.endings.doubtful.add_all(Examples(**later["doubtful"]))
+    chat.endings.open += later["open"]

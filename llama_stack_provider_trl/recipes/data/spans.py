@@ -26,16 +26,12 @@ _THINK = "<think>"
 
 
 class SplitRow(NamedTuple):
-    """The tokens of a row."""
-
     prompt: list[int]
     answers: list[list[int]]
     """Each begins where the template writes it, and ends with what the template writes to end the turn."""
 
 
 class _RenderedRow(NamedTuple):
-    """A rendered row."""
-
     number: int
     prompt: Sequence[Message]
     answers: Sequence[Sequence[Message]]
@@ -71,7 +67,6 @@ def split_rows(
     Args:
         prompts: turns of each row before its answers.
         answers: of each row the turns of each answer.
-        numbers: of each row, for messages.
     """
     groups = [[range(len(of_row))] for of_row in answers]
     return (split for (split,) in split_groups(chat, prompts, answers, numbers, groups))

@@ -22,8 +22,6 @@ _LONGEST_TEXT = 24
 
 @dataclass
 class TokenTexts:
-    """Texts of tokens."""
-
     tokenizer: PreTrainedTokenizerBase
     special: set[int] = field(default_factory=set)
     _known: dict[int, str | None] = field(default_factory=dict)

@@ -228,7 +228,6 @@ def encode_labelled(
 
 
 def encode_chats(chat: Chat, chunk: Sequence[tuple[int, PromptExample]]) -> Iterator[tuple[int, list[int]]]:
-    """Number and ids of each prompt, with the header of its answer."""
     texts = [chat.render_counted(prompt.messages, row, add_generation_prompt=True) for row, prompt in chunk]
     return zip((row for row, _ in chunk), chat.tokenize(texts), strict=True)
 
@@ -251,5 +250,4 @@ def without_thoughts(example: SftExample) -> SftExample:
 
 
 def _untrained(example: SftExample) -> int:
-    """Answers of weight 0."""
     return sum(message.get("weight") == 0 for message in example.messages or ())

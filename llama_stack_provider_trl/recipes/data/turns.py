@@ -29,8 +29,6 @@ Span = tuple[int, int]
 
 
 class TrainedText(NamedTuple):
-    """What a template writes, and what of it is trained."""
-
     text: str
     spans: list[Span]
     begins: list[int]
@@ -244,7 +242,6 @@ def _after_thought(message: Message, segment: str) -> int:
 
 
 def _is_in(text: str, written: str) -> bool:
-    """Whether a text is written, as it is or within JSON."""
     text = text.strip()
     return text in written or json.dumps(text, ensure_ascii=False)[1:-1] in written
 

@@ -43,7 +43,6 @@ class Replicas:
         return self.rank == 0
 
     def gather[Value](self, value: Value) -> list[Value]:
-        """Every rank's value, by rank."""
         if self.count == 1:
             return [value]
         values: list[Any] = [None] * self.count
@@ -51,7 +50,6 @@ class Replicas:
         return values
 
     def of_first[Value](self, value: Value) -> Value:
-        """The first rank's value."""
         if self.count == 1:
             return value
         values = [value]
@@ -64,8 +62,7 @@ class Replicas:
             return values[0]
         own: list[Any] = [None]
         dist.scatter_object_list(own, [*values] if self.is_first else None, src=0, group=self.group)
-        found: Value = own[0]
-        return found
+        return own[0]
 
 
 ALONE = Replicas()

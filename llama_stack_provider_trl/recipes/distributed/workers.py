@@ -25,12 +25,10 @@ class Workers:
 
     @property
     def own(self) -> int:
-        """Number of this rank's worker."""
         return ranks.rank() // self.size
 
     @property
     def position(self) -> int:
-        """Number of this rank in its worker."""
         return ranks.rank() % self.size
 
     @cached_property

@@ -12,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ... import faults
+from ...specs.evaluations import perplexity_of
 from ...specs.events import Evaluated, EventWriter, Finished, NullEventWriter, Prepared, Started, Warned
 from ...specs.job import AttemptSpec, JobSpec
 from ..imports import quick_imports
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> int:
-    """Evaluate the spec; returns the exit status (0 done, 1 failed)."""
     return write_result(argv, lambda text: evaluate(JobSpec.model_validate_json(text)))
 
 
@@ -111,7 +111,6 @@ def _built(spec: JobSpec, writer: EventWriter) -> BuiltTrainer:
 
 
 def _parameters(built: BuiltTrainer) -> int:
-    """Parameters of all models that are evaluated."""
     from ..model.loading import parameter_counts
     from ..trainer.ensemble import EnsembleRecipe
 
@@ -121,8 +120,7 @@ def _parameters(built: BuiltTrainer) -> int:
 
 def _counts(built: BuiltTrainer) -> dict[str, Any]:
     report = built.data.validation_report
-    if report is None:
-        raise AssertionError("a spec without validation rows")
+    assert report is not None, "a spec without validation rows"
     return {
         "rows": report.kept,
         "truncated": report.truncated,
@@ -167,9 +165,7 @@ def _sum(values: list[float]) -> float:
 def _measures(spec: JobSpec, means: dict[str, float]) -> dict[str, float | None]:
     if spec.has_pairs:
         return {"preference_accuracy": means["rewards/accuracies"], "margin": means["rewards/margins"]}
-    loss = means[LOSS]
-    # exp overflows a float beyond 709, where a perplexity has no meaning.
-    return {"perplexity": math.exp(loss) if loss < 700 else None, "token_accuracy": means["mean_token_accuracy"]}
+    return {"perplexity": perplexity_of(means[LOSS]), "token_accuracy": means["mean_token_accuracy"]}
 
 
 class _WarningList(NullEventWriter):

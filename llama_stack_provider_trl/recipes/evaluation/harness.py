@@ -19,6 +19,7 @@ from contextlib import chdir, closing, contextmanager
 from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import datasets
 import torch
@@ -70,7 +71,8 @@ def measure_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
     device = begin(attempt, writer)
     with closing(AnswerFile(attempt.job.checkpoint_dir / LINES, 1, len(work.tasks), fault="measuring")) as lines:
         _check_recorded(lines, work)
-        with _own_cache(attempt.run_dir), _one_process():
+        # The library computes errors of measures in one process per core else.
+        with _own_cache(attempt.run_dir), patch.dict(os.environ, DISABLE_MULTIPROC="1"):
             if not _measure_all(attempt, work, lines, device, writer):
                 return
         result = _result(list(lines.lines()))
@@ -290,7 +292,6 @@ def _rows_of(line: Mapping[str, Any]) -> int:
 
 
 def _result(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The result of a job."""
     merged: dict[str, Any] = {"tasks": {}, "groups": {}, "details": {}}
     left_out: list[str] = []
     for line in lines:
@@ -376,37 +377,19 @@ def _known_metrics() -> Iterator[None]:
             raise ValueError(f"lm_eval has no metric {name!r}")
         return before(name)
 
-    task.get_metric = known
-    try:
+    with patch.object(task, "get_metric", known):
         yield
-    finally:
-        task.get_metric = before
 
 
 @contextmanager
 def _own_cache(run_dir: Path) -> Iterator[None]:
     """While this is open, rows that are read are kept in the run directory: no other job reads or writes them."""
-    cache, before = run_dir / "harness", datasets.config.HF_DATASETS_CACHE
-    datasets.config.HF_DATASETS_CACHE = cache
+    cache = run_dir / "harness"
     try:
-        yield
+        with patch.object(datasets.config, "HF_DATASETS_CACHE", cache):
+            yield
     finally:
-        datasets.config.HF_DATASETS_CACHE = before
         shutil.rmtree(cache, ignore_errors=True)
-
-
-@contextmanager
-def _one_process() -> Iterator[None]:
-    """While this is open, the library computes errors of measures in this process, not in one per core."""
-    before = os.environ.get("DISABLE_MULTIPROC")
-    os.environ["DISABLE_MULTIPROC"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["DISABLE_MULTIPROC"]
-        else:
-            os.environ["DISABLE_MULTIPROC"] = before
 
 
 def _version() -> str:

@@ -38,8 +38,6 @@ from ..model.loading import load_config, load_tokenizer
 
 
 class Judge(NamedTuple):
-    """A check of type judge."""
-
     number: int
     """Of the check among the job's."""
     check: AnswerCheck
@@ -53,7 +51,6 @@ class Judge(NamedTuple):
         return TransformersAnswerer(spec.model_copy(update=self.model.as_own()), greedy, device)
 
     def reads(self, answer: dict[str, Any], row: CheckedRow) -> str:
-        """What the judge reads of an answer."""
         check = self.check
         template = check.template or default_template(check.scale, has_reference=check.has_reference)
         return filled(template, answer["prompt"], answer["text"], row.references[self.number])
@@ -83,12 +80,10 @@ class Judges:
 
     @property
     def done(self) -> int:
-        """Verdicts that are given."""
         return sum(judge.verdicts.count for judge in self.all)
 
     @property
     def total(self) -> int:
-        """Verdicts of the job."""
         return self._total * len(self.all)
 
     def close(self) -> None:

@@ -43,8 +43,6 @@ _DELTAS: Mapping[GgufType, float] = {"f32": 1e-5, "f16": 2e-3, "bf16": 1.6e-2}
 
 
 class LoraModule(NamedTuple):
-    """The pair of one linear layer."""
-
     name: str
     """Of its weight in the model's files."""
     layer: Linear
@@ -149,7 +147,6 @@ def write_lora(config: Any, lora: Lora, kind: GgufType, name: str, output: Path)
 
     Args:
         kind: of the pairs: f32, f16, bf16.
-        name: of the adapter, for readers.
 
     Raises:
         JobFailure: a layer that is not mapped, before anything is written; values that F16 cannot hold.
@@ -276,8 +273,7 @@ def vllm_command(base: str | None, revision: str | None, name: str, most_rank: i
 def _architecture(config: Any) -> str:
     import gguf
 
-    found: str = gguf.MODEL_ARCH_NAMES[getattr(gguf.MODEL_ARCH, architecture_of(config).name)]
-    return found
+    return gguf.MODEL_ARCH_NAMES[getattr(gguf.MODEL_ARCH, architecture_of(config).name)]
 
 
 def _pair(module: LoraModule, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:

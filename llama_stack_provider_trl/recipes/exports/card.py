@@ -54,7 +54,6 @@ def lineage(trained: Trained, record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def card(found: Mapping[str, Any]) -> str:
-    """A model card in Markdown, of what `lineage` returns."""
     record, training = found["export"], found.get("training") or {}
     base = found.get("base") or found["model"]
     head: dict[str, Any] = {

@@ -82,7 +82,6 @@ class GgufPlan:
         Args:
             kind: of the weights; those of one dimension are F32 always.
             change: what is added to the weight of a name in GGUF, of its shape; None: nothing.
-            progress: called with the bytes that are written, of how many.
 
         Raises:
             JobFailure: a tensor that is not mapped, before anything is written; weights that F16 cannot hold.
@@ -238,7 +237,6 @@ def metadata(path: Path) -> dict[str, Any]:
 
 
 def tensors(path: Path) -> Iterator[tuple[str, Any]]:
-    """The tensors of a GGUF file: name and type."""
     import gguf
 
     for one in gguf.GGUFReader(path).tensors:

@@ -34,7 +34,6 @@ _BOS = "tokenizer.ggml.bos_token_id"
 
 
 def is_installed() -> bool:
-    """Whether llama.cpp can be run here."""
     return importlib.util.find_spec(PACKAGE) is not None
 
 
@@ -76,7 +75,6 @@ class LlamaCppReader:
             raise failed(f"{self.name} cannot load it: {error}") from error
 
     def close(self) -> None:
-        """End the server."""
         self._server = None
         shutil.rmtree(self._scratch, ignore_errors=True)
 
@@ -128,13 +126,10 @@ class LlamaCppReader:
             connection.close()
         if answer.status != 200:
             raise failed(f"{self.name} refuses {path}: {text[:300].decode(errors='replace')}")
-        found: dict[str, Any] = json.loads(text)
-        return found
+        return json.loads(text)
 
 
 class _Connection(http.client.HTTPConnection):
-    """A connection to a socket of this machine."""
-
     def __init__(self, path: str) -> None:
         super().__init__("localhost", timeout=_TIMEOUT)
         self._path = path

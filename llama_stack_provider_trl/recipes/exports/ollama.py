@@ -22,8 +22,6 @@ type Render = Callable[[list[Message], bool], str]
 
 
 class TurnTexts(NamedTuple):
-    """What a chat template writes around the text of each turn."""
-
     begin: str
     """Before the first turn of a conversation without a system turn."""
     system: tuple[str, str]

@@ -26,8 +26,6 @@ _LARGEST = 4
 
 
 class AnsweredToken(NamedTuple):
-    """A token of an answer, and the likeliest tokens at its place."""
-
     token: int
     ids: list[int]
     logprobs: list[float]
@@ -69,7 +67,6 @@ def compared(
     Args:
         ends: tokens that end an answer of the trained model.
         kind: the precision of the export's weights.
-        progress: called with the prompts that are compared, of how many.
     """
     found_ends = reader.ends()
     if found_ends != sorted(ends):

@@ -19,13 +19,13 @@ from ...specs.rows import Message
 from ...system.process import available_memory
 from ..data.templates import rendered
 from ..model.adapters import check_adapter
+from ..model.files import has_tokenizer_files
 from ..model.generation import answer_ends
 from ..model.loading import WeightStorage, load_job_tokenizer, load_model, load_tokenizer, parameter_counts
 from ..model.positions import positions_of
 
 GREEDY_TOKENS = 64
 """Of each answer."""
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _CONVERSATIONS: tuple[list[Message], ...] = (
     [{"role": "user", "content": "What is the capital of France?"}],
     [
@@ -46,8 +46,6 @@ _SAME = 1e-6
 
 
 class Prompt(NamedTuple):
-    """A prompt, and what the trained model makes of it."""
-
     messages: list[Message] | None
     """None: it is a text, and the tokenizer's own special tokens belong to it."""
     text: str
@@ -55,8 +53,6 @@ class Prompt(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """The trained model's greedy answer to a prompt."""
-
     prompt: Prompt
     tokens: list[int]
     """At most GREEDY_TOKENS, with the one that ends the answer."""
@@ -83,7 +79,6 @@ class Trained:
 
     @property
     def plain(self) -> PreTrainedModel:
-        """The model without its adapter."""
         model: Any = self.model
         return model.get_base_model() if isinstance(model, PeftModel) else model
 
@@ -109,11 +104,7 @@ class Trained:
     ) -> tuple[list[Expected], float | None]:
         """The greedy answers to the prompts, computed in fp32 where that fits into memory; and how much the adapter
         changes, as a fraction of the scale of the logits (None: there is none). Raises JobFailure: export_failed, where
-        the adapter changes nothing; out_of_memory.
-
-        Args:
-            progress: called with the prompts that are answered, of how many.
-        """
+        the adapter changes nothing; out_of_memory."""
         _, count = parameter_counts(self.plain)
         self.compared_in = torch.float32 if count * 5 < available_memory() else self.storage.dtype
         model = self.model if self.compared_in == self.storage.dtype else self._load(self.compared_in)
@@ -149,7 +140,7 @@ class Trained:
 def _tokenizer(spec: JobSpec) -> PreTrainedTokenizerBase:
     """That of the adapter, where one lies beside it, as the model was trained with."""
     adapter = spec.adapter
-    if adapter is not None and any((adapter.directory / name).is_file() for name in TOKENIZER_FILES):
+    if adapter is not None and has_tokenizer_files(adapter.directory):
         return load_tokenizer(ModelSource(model=adapter.model, path=adapter.path), model=spec.source)
     return load_job_tokenizer(spec)
 

@@ -49,8 +49,6 @@ _REFUSED = (401, 403)
 
 
 class _File(NamedTuple):
-    """A file of the export."""
-
     size: int
     sha256: str
     git: str

@@ -42,8 +42,6 @@ _SPACE = "\u2581"
 
 
 class Vocabulary(NamedTuple):
-    """What `tokenizer.ggml.*` holds."""
-
     model: str
     """gpt2, llama."""
     pre: str

@@ -251,8 +251,6 @@ def accumulator_bytes(sizes: Sequence[int], heads: int, head_size: int, limit: i
     """The most that the backward pass of flash attention takes for its sums, on any GPU.
 
     Args:
-        sizes: `Layout.sizes`.
-        heads: of queries.
         limit: bytes that a fixed order may take; None: `LARGEST_ACCUMULATORS`.
     """
     calls = [(size, 1) for size in sizes]  # where this GPU has no kernel of rows, or it would take too much
@@ -268,7 +266,6 @@ def fixed_order_bytes(
     all rows of a batch, and where each row has a call. Of any batch of some of these rows.
 
     Args:
-        sizes: `Layout.sizes` of the largest batch.
         packed: where rows are packed, so that batches of as many tokens have other rows: the tokens of the longest row
             of any batch, and the most rows of one.
     """
@@ -333,7 +330,6 @@ def _repeat(computed: torch.Tensor) -> None:
 
 @contextmanager
 def _fixed_order() -> Iterator[None]:
-    """While this is open, the backward pass of flash attention adds in a fixed order."""
     before = torch.get_deterministic_debug_mode(), deterministic.fill_uninitialized_memory
     torch.set_deterministic_debug_mode("error")
     # The kernel writes all that it allocates: filling it with NaN first would be six more kernels.
@@ -358,8 +354,7 @@ def _fits(attended: torch.Tensor, rows: int) -> bool:
 
 @cache
 def _multiprocessors(device: torch.device) -> int:
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _is_on_gpu(tensor: torch.Tensor) -> bool:

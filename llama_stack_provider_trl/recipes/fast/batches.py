@@ -34,7 +34,13 @@ def collate_rows(rows: Sequence[Mapping[str, Any]]) -> Inputs:
     return {**inputs, "labels": inputs["shift_labels"], "num_tokens": torch.tensor(tokens)}
 
 
-class FlatAnswers:
+class _Flat:
+    def forward_arguments(self, model: torch.nn.Module, inputs: Inputs) -> Inputs:
+        """Arguments of a forward of `model` that scores the answers."""
+        return forward_arguments(inputs)
+
+
+class FlatAnswers(_Flat):
     """Batches of prompts with one answer each, in one sequence; `recipes.trainer.kto` has padded ones."""
 
     def collate(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Inputs:
@@ -44,17 +50,13 @@ class FlatAnswers:
             sequence.add((), [([*prompt, *answer], [*([IGNORED] * len(prompt)), *answer])])
         return {**sequence.inputs(), "counts": tuple(sequence.counts)}
 
-    def forward_arguments(self, model: torch.nn.Module, inputs: Inputs) -> Inputs:
-        """Arguments of a forward of `model` that scores the answers."""
-        return forward_arguments(inputs)
-
     def log_probs(self, outputs: Any, inputs: Inputs) -> torch.Tensor:
         """Log-probabilities of whole answers, shape (rows,)."""
         scored = outputs.log_probs[0, : sum(inputs["counts"])]
         return torch.stack([part.sum() for part in scored.split(inputs["counts"])])
 
 
-class FlatGroups:
+class FlatGroups(_Flat):
     """Batches of prompts with several answers each, in one sequence: a prompt is computed once for all its answers."""
 
     def collate(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], filler: list[int]) -> Inputs:
@@ -83,10 +85,6 @@ class FlatGroups:
             "row_tokens": torch.tensor(tokens or [0]),
         }
 
-    def forward_arguments(self, model: torch.nn.Module, inputs: Inputs) -> Inputs:
-        """Arguments of a forward of `model` that scores the answers."""
-        return forward_arguments(inputs)
-
     def log_probs(self, outputs: Any, inputs: Inputs) -> torch.Tensor:
         """Log-probabilities of the tokens of each answer, 0 behind them, shape (answers, tokens of the longest)."""
         mask, scored = inputs["completion_mask"], outputs.log_probs[0, : sum(inputs["counts"])]
@@ -101,7 +99,7 @@ def forward_arguments(inputs: Inputs) -> Inputs:
     return {**{name: inputs[name] for name in names}, "use_cache": False, "fused_lm_head": True}
 
 
-class FlatPairs:
+class FlatPairs(_Flat):
     """Batches of pairs in one sequence; `recipes.trainer.pairs` has padded ones."""
 
     def collate(self, pairs: Sequence[Mapping[str, Any]]) -> Inputs:
@@ -123,10 +121,6 @@ class FlatPairs:
             **{name: torch.tensor([pair[name] for pair in pairs]) for name in given},
         }
 
-    def forward_arguments(self, model: torch.nn.Module, inputs: Inputs) -> Inputs:
-        """Arguments of a forward of `model` that scores the answers."""
-        return forward_arguments(inputs)
-
     def log_probs(self, outputs: Any, inputs: Inputs) -> torch.Tensor:
         """Log-probabilities of whole answers, chosen then rejected, shape (2 * pairs,)."""
         scored = outputs.log_probs[0, : sum(inputs["counts"])]
@@ -138,8 +132,7 @@ class FlatPairs:
 
     def num_tokens(self, inputs: Inputs) -> torch.Tensor:
         """Tokens of both sequences of each pair, shape (pairs,)."""
-        tokens: torch.Tensor = inputs["num_tokens"]
-        return tokens
+        return inputs["num_tokens"]
 
 
 def largest_groups(dataset: Dataset, rows: int, repeats: int = 1) -> tuple[tuple[Group, ...], int]:
@@ -189,11 +182,7 @@ class _Sequence:
         self.groups: list[Group] = []
 
     def add(self, prefix: Sequence[int], rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
-        """Add a group.
-
-        Args:
-            rows: what follows the prefix in each, as ids and labels.
-        """
+        """Add a group."""
         last = len(self.ids) + len(prefix) - 1
         self._extend(prefix, 0)
         computed = []

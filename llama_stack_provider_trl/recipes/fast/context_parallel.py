@@ -61,9 +61,7 @@ def collate_share(size: int, position: int, rows: Sequence[Mapping[str, Any]]) -
     `layout` is that of the whole sequence. `num_tokens` counts on the first rank only.
 
     Args:
-        size: ranks that share the batch.
         position: of this one in their order.
-        rows: as in `collate_rows`.
     """
     whole = collate_rows(rows)
     ids, positions, scored, labels = (whole[name] for name in ("input_ids", "position_ids", "scored", "shift_labels"))
@@ -90,7 +88,6 @@ def attend_across_ranks(model: PreTrainedModel, group: Any, size: int) -> None:
 
     Args:
         group: of the ranks that share a batch, by their positions in it.
-        size: how many they are.
     """
     name = model.config._attn_implementation
     attend: Callable[..., Any] = AttentionInterface()[name]
@@ -107,8 +104,7 @@ def attend_across_ranks(model: PreTrainedModel, group: Any, size: int) -> None:
     ) -> tuple[torch.Tensor, None]:
         """See `fast.attention.attend_in_rows`. Without a layout, as for prompts, every rank has the whole sequence."""
         if layout is None:
-            whole: tuple[torch.Tensor, None] = attend(module, query, key, value, attention_mask, **options)
-            return whole
+            return attend(module, query, key, value, attention_mask, **options)
         query, key, value = with_whole_rows(query, key, value, group, size)
         attended, _ = attend(module, query, key, value, attention_mask, layout=layout, **options)
         return with_all_heads(attended, group, size), None

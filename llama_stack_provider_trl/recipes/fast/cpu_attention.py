@@ -86,7 +86,6 @@ class _Queries(NamedTuple):
 
 
 def planned(layout: Layout) -> list[_Queries]:
-    """The calls that the attention of a sequence takes."""
     queries: list[_Queries] = []
     end = 0
     for prefix, continuations in layout.groups:

@@ -221,11 +221,7 @@ class _Gradients:
             self.of_bias += of_logits.sum(dim=0, dtype=torch.float32)
 
     def multiply(self, factors: torch.Tensor, dtype: torch.dtype) -> None:
-        """Multiply those of hidden states by each token's factor, shape (tokens,), fp32; sums by that of all.
-
-        Args:
-            dtype: of the hidden states; they are not rounded to another one between.
-        """
+        """Multiply those of hidden states by each token's factor, shape (tokens,), fp32; sums by that of all."""
         if self.of_hidden:
             by_part = factors.split([len(part) for part in self.of_hidden])
             self.of_hidden = [

@@ -57,7 +57,6 @@ class Layout:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row."""
         return max((prefix + size for prefix, continuations in self.groups for size in continuations), default=0)
 
     def mask(self, like: torch.Tensor, keys: int, window: int) -> torch.Tensor:

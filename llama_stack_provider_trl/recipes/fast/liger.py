@@ -79,20 +79,15 @@ def _why_model(model: PreTrainedModel) -> str:
 
 def _norm(kernels: ModuleType, module: Any, states: torch.Tensor) -> torch.Tensor:
     # Not in place: a gradient may be another node's, too.
-    normed: torch.Tensor = kernels.LigerRMSNormFunction.apply(
-        states, module.weight, module.variance_epsilon, 0.0, "llama", False
-    )
-    return normed
+    return kernels.LigerRMSNormFunction.apply(states, module.weight, module.variance_epsilon, 0.0, "llama", False)
 
 
 def _network(kernels: ModuleType, network: Any, states: torch.Tensor) -> torch.Tensor:
     gated = kernels.LigerSiLUMulFunction.apply(network.gate_proj(states), network.up_proj(states))
-    states = network.down_proj(gated)
-    return states
+    return network.down_proj(gated)
 
 
 def _rotated(
     kernels: ModuleType, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rotated: tuple[torch.Tensor, torch.Tensor] = kernels.LigerRopeFunction.apply(query, key, cos, sin)
-    return rotated
+    return kernels.LigerRopeFunction.apply(query, key, cos, sin)

@@ -132,7 +132,6 @@ class FusedLinear(Linear):
     own."""
 
     def forward(self, states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The layer's output."""
         name = None if args or kwargs else _active(self)
         if name is None:
             return super().forward(states, *args, **kwargs)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -184,9 +185,19 @@ def _compare(directory: Path, found: Mapping[str, tuple[int, ...]], expected: Ma
 
 
 def frozen(spec: JobSpec, model: PreTrainedModel) -> PeftModel:
-    """A reference model of its own with the adapter that the job continues."""
     assert spec.lora is not None
     return continued(spec, model, adapter_config(model, spec.lora), reference=False).requires_grad_(False)
+
+
+@contextmanager
+def fitting_adapter(directory: Path, base: ModelSource) -> Iterator[None]:
+    """Loads an adapter on a base model while this is open. Raises JobFailure: invalid_model, where it does not fit."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise unusable(directory, f"it cannot be loaded on {base.model}: {str(error)[:300]}") from error
 
 
 def unusable(path: Path, problem: str) -> JobFailure:

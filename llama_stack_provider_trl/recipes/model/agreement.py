@@ -74,11 +74,7 @@ def untie(model: PreTrainedModel, source: ModelSource, warn: Callable[[str], Non
 
 
 def refuse_padding(text: Any, size: Any, model: str) -> None:
-    """Raise JobFailure, invalid_model, if a model cannot be built, since it has no embedding for its padding token.
-
-    Args:
-        text: configuration of its decoder.
-    """
+    """Raise JobFailure, invalid_model, if a model cannot be built, since it has no embedding for its padding token."""
     pad = getattr(text, "pad_token_id", None)
     if isinstance(pad, int) and isinstance(size, int) and size > 0 and not -size <= pad < size:
         raise JobFailure(
@@ -91,11 +87,7 @@ def refuse_padding(text: Any, size: Any, model: str) -> None:
 def pad_within_embeddings(
     tokenizer: PreTrainedTokenizerBase, config: Any, embeddings: int, model: str, warn: Callable[[str], None]
 ) -> None:
-    """Replace a padding token that the model has no embedding for. Padding is masked, so any other serves.
-
-    Args:
-        model: its name, for the warning.
-    """
+    """Replace a padding token that the model has no embedding for. Padding is masked, so any other serves."""
     pad, token = tokenizer.pad_token_id, tokenizer.pad_token
     if pad is None or pad < embeddings or embeddings == 0:  # a model without any is refused when it is loaded
         return

@@ -12,11 +12,7 @@ from .quantization import check_stored
 
 def check_models(spec: JobSpec, warn: Callable[[str], None] = lambda _: None) -> None:
     """Return if the models and adapters of a job that are on this machine are whole, as far as their headers show.
-    Raises JobFailure: invalid_model, as `check_weights`, `check_adapter` and `check_stored`.
-
-    Args:
-        warn: called with what is not loaded of their files.
-    """
+    Raises JobFailure: invalid_model, as `check_weights`, `check_adapter` and `check_stored`."""
     check_weights(spec.source, is_reward=spec.trains_reward, warn=warn)
     check_stored(load_config(spec.source), spec.source.model, is_quantized=WeightStorage.of(spec).is_quantized)
     if spec.reference_source != spec.source:

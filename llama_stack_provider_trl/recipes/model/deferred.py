@@ -41,8 +41,7 @@ class _Weight:
 
     @property
     def parameter(self) -> torch.nn.Parameter:
-        parameter: torch.nn.Parameter = getattr(self.module, self.name)
-        return parameter
+        return getattr(self.module, self.name)
 
 
 class DeferredWeights:

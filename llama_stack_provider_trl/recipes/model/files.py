@@ -49,8 +49,6 @@ _INTEGERS = {"I64", "I32", "I16", "I8", "BOOL"}
 
 
 class WeightFiles(NamedTuple):
-    """The files on this machine that a model's weights are loaded from."""
-
     paths: list[Path]
     is_complete: bool
     """None has to be downloaded."""
@@ -116,8 +114,12 @@ def check_tokenizer_files(source: ModelSource) -> None:
     check_files(source, tokenizer_files(content, is_fast=found(FAST_TOKENIZER) is not None))
 
 
+def has_tokenizer_files(directory: Path) -> bool:
+    """Whether a tokenizer lies in a directory, such as beside an adapter that was trained with it."""
+    return any((directory / name).is_file() for name in (FAST_TOKENIZER, TOKENIZER_CONFIG, "tokenizer.model"))
+
+
 def check_adapter_files(directory: Path) -> None:
-    """As `check_files`, of an adapter."""
     for name in ADAPTER_FILES:
         if (directory / name).is_file():
             _refuse_damage(f"adapter {str(directory)!r}", name, directory / name)

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
@@ -61,16 +62,9 @@ def ranks_per_machine(spec: JobSpec) -> int:
 
 def fsdp_arguments(spec: JobSpec) -> dict[str, Any]:
     """Trainer's arguments for sharding; none where nothing is sharded. Raises JobFailure: invalid_request, for
-    HYBRID_SHARD where every node has one rank, so that nothing would be sharded; for offloaded activations, in jobs of
-    releases that did not refuse them."""
+    HYBRID_SHARD where every node has one rank, so that nothing would be sharded."""
     if not is_sharded(spec) or spec.sharding is None:
         return {}
-    if spec.compute.activation_offloading:
-        raise JobFailure(
-            Reason.invalid_request,
-            f"enable_activation_offloading is true, and {spec.ranks} ranks shard the model: it would move gathered "
-            "weights to the CPU too. Submit the job again with enable_activation_checkpointing instead.",
-        )
     config = {
         "version": 2,
         "reshard_after_forward": spec.sharding.strategy != "SHARD_GRAD_OP",
@@ -128,11 +122,8 @@ def sharding_on_any_device() -> Iterator[None]:
         if plugin is not None and plugin.mixed_precision_policy is not None:
             plugin.mixed_precision_policy = mixed_precision(plugin.mixed_precision_policy.param_dtype)
 
-    AcceleratorState.__init__ = init
-    try:
+    with patch.object(AcceleratorState, "__init__", init):
         yield
-    finally:
-        AcceleratorState.__init__ = original
 
 
 def blocks_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -207,7 +198,7 @@ def describe(model: torch.nn.Module, spec: JobSpec) -> dict[str, Any]:
         "sharded_parameters": len(names),
         "placements": dict(Counter(names.values())),
         "units": sum(isinstance(module, FSDPModule) for module in model.modules()),
-        "local_elements": sum(_local(parameter).numel() for parameter in parameters.values()),
+        "local_elements": sum(local(parameter).numel() for parameter in parameters.values()),
         "total_elements": sum(parameter.numel() for parameter in parameters.values()),
     }
 
@@ -220,9 +211,6 @@ def shard_frozen(
     Every block is a unit, and so are embeddings that are not tied to the output weights; the root holds the rest. TRL
     makes one unit of the whole model, which a forward gathers. Parts are freed after use even under SHARD_GRAD_OP,
     since no backward follows that would free them.
-
-    Args:
-        fully_shard: FSDP2's, or one that does what it does.
     """
     plugin = accelerator.state.fsdp_plugin
     mesh = getattr(accelerator, "torch_device_mesh", None)
@@ -238,8 +226,7 @@ def shard_frozen(
     embeddings = model.get_input_embeddings()
     if embeddings.weight is not getattr(model.get_output_embeddings(), "weight", None):
         fully_shard(embeddings, **options)
-    sharded: torch.nn.Module = fully_shard(model, **options)
-    return sharded
+    return fully_shard(model, **options)
 
 
 def prefetch(model: torch.nn.Module, sharding: ShardingSpec) -> None:
@@ -314,5 +301,7 @@ def _placement(parameter: torch.Tensor) -> str | None:
     return ", ".join(f"Shard({part.dim})" if isinstance(part, Shard) else "Replicate" for part in parameter.placements)
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, without a gradient; all of one that is not sharded."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -136,7 +136,6 @@ class WeightStorage:
         return cls(dtype=DTYPES[name], compute_dtype=name, in_4_bits=False, is_quantized=False, is_sharded=False)
 
     def with_dtype(self, dtype: torch.dtype) -> WeightStorage:
-        """The same in another dtype."""
         return replace(self, dtype=dtype)
 
 
@@ -189,7 +188,6 @@ def load_job_tokenizer(spec: JobSpec, warn: Callable[[str], None] = lambda _: No
 
 
 def _shipped(name: str) -> str:
-    """The template of this name that the installed TRL has."""
     package = find_spec("trl")  # an import would take seconds
     assert package is not None
     assert package.origin is not None
@@ -238,8 +236,7 @@ def vocabulary_size(source: ModelSource) -> int:
 
 def commit_of(source: ModelSource) -> str | None:
     """The commit that a model id stands for; None for a directory. Raises as `load_config`."""
-    commit: str | None = getattr(load_config(source), "_commit_hash", None)
-    return commit
+    return getattr(load_config(source), "_commit_hash", None)
 
 
 def check_weights(
@@ -280,11 +277,7 @@ def load_model(
     """The causal LM to train. A model that is to be sharded stays in CPU memory: a deferred one in the files' own
     dtype, so that its weights are mapped and not copied, nor quantized. Raises JobFailure: invalid_model, when it is
     missing, is no causal LM, its weights are damaged or of other shapes, or its index names files outside its
-    directory.
-
-    Args:
-        warn: called with what its configuration does not have as its files do.
-    """
+    directory."""
     check_weights(source, is_reward=storage.is_reward, has_head=storage.has_head)
     check_weights_index(source.location, source.revision)
     # The whole model might not fit on the device of a rank that trains a part of it.
@@ -386,7 +379,6 @@ def outline(source: ModelSource, config: Any, dtype: torch.dtype, *, is_reward: 
 
 
 def with_depth(config: Any, layers: int) -> Any:
-    """A copy of a configuration with another number of blocks."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     text.num_hidden_layers = layers

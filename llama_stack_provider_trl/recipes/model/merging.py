@@ -81,5 +81,4 @@ def is_merged_later(weight: torch.Tensor) -> bool:
 
 def take_merge(weight: torch.Tensor) -> Callable[[torch.device], torch.Tensor] | None:
     """Take from a placeholder what merges its values on a device; None: another weight."""
-    merge: Callable[[torch.device], torch.Tensor] | None = vars(weight).pop("merge", None)
-    return merge
+    return vars(weight).pop("merge", None)

@@ -36,8 +36,7 @@ def positions_of(source: ModelSource) -> int | None:
         config = load_config(source)
     except JobFailure:
         return None
-    positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return positions
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def check_length(model: PreTrainedModel, max_seq_length: int, role: str = "") -> None:

@@ -126,7 +126,6 @@ def lacking_in_exports(spec: JobSpec) -> list[str]:
 
 
 def _is_whole(spec: JobSpec) -> bool:
-    """Whether one of the job's exports is a whole model."""
     kinds = exports(spec)
     return bool(kinds) and (spec.lora is None or "merged" in kinds)
 
@@ -188,5 +187,4 @@ def tokenizer_fault(directory: Path, tokenizer: PreTrainedTokenizerBase, spec: J
 
 
 def describe(error: BaseException) -> str:
-    """An error of a library in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300].rstrip('.')}"

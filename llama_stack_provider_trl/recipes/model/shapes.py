@@ -49,8 +49,6 @@ _MOST_COMPARED = 64
 
 
 class _StoredWeight(NamedTuple):
-    """A weight as its file describes it."""
-
     file: str
     name: str
     shape: tuple[int, ...]
@@ -82,9 +80,7 @@ def refuse_unfitting(
     read, or no model be built.
 
     Args:
-        outline: makes it without weights.
         may_lack: weights that may be new.
-        is_reward: it is made as a reward model.
     """
     key = _key(source, files, config, (*sorted(may_lack), is_reward))
     if key is None or key not in _compared:
@@ -147,14 +143,12 @@ def _compare(
 
 
 def not_loadable(source: ModelSource, error: BaseException) -> JobFailure:
-    """The failure of a job whose model transformers does not load."""
     return invalid_model(source.model, "it cannot be loaded as a causal language model", error)
 
 
 def missing_weights(
     source: ModelSource, model: PreTrainedModel, missing: Sequence[str], found: Iterable[str] = ()
 ) -> JobFailure:
-    """The failure of a job whose model has no weights for some of its parameters."""
     kind = "reward model" if type(model).__name__.endswith("ForSequenceClassification") else "causal language model"
     advice = f"It is no {kind}, or a file is missing; name a complete one."
     there = _layers(found)

@@ -83,11 +83,9 @@ class SchemaMatcher:
         allowed = torch.zeros(scores.shape[-1], dtype=torch.bool)
         known = min(len(bits), len(allowed))
         allowed[:known] = bits[:known]
-        masked: Any = scores.masked_fill(~allowed.to(scores.device), -torch.inf)
-        return masked
+        return scores.masked_fill(~allowed.to(scores.device), -torch.inf)
 
     def add(self, token: int) -> None:
-        """Take the token that was chosen."""
         self._matcher.consume_token(token)
         self._check()
 

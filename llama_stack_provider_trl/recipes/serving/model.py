@@ -38,6 +38,7 @@ from ..data.embedded import check_embedded
 from ..data.forms import opens_thought
 from ..data.tokenizer_calls import call_tokenizer
 from ..model.adapters import check_adapter
+from ..model.files import has_tokenizer_files
 from ..model.generation import Sampler, answer_ends
 from ..model.loading import WeightStorage, choose_device, load_model, load_tokenizer, vocabulary_size
 from ..model.positions import positions_of
@@ -49,7 +50,6 @@ MOST_ADAPTERS = 16
 """Adapters that are kept in memory."""
 _WITHOUT_POSITIONS = 4096
 """Tokens of an answer at most where neither the request nor the model has a limit."""
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 class _LeftEarly(Exception):
@@ -172,7 +172,6 @@ class ServedModel:
         return list(ids)
 
     def _room(self, ids: list[int], wanted: int | None) -> int:
-        """Tokens of an answer at most."""
         if self._positions is None:
             return wanted or _WITHOUT_POSITIONS
         if len(ids) + (wanted or 1) > self._positions:
@@ -206,7 +205,7 @@ class ServedModel:
         finally:
             self._apply(None)
         tokenizer = self._voices[None].tokenizer
-        if any((directory / file).is_file() for file in _TOKENIZER):
+        if has_tokenizer_files(directory):
             tokenizer = load_tokenizer(ModelSource(model=str(directory)), model=self._source)
         end = tokenizer.eos_token_id
         return _Voice(tokenizer, sorted({*self._own_ends, *([] if end is None else [end])}), adapter)
@@ -256,8 +255,6 @@ class ServedModel:
 
 
 class _Answering:
-    """An answer that is being computed."""
-
     def __init__(self, voice: _Voice, request: ServeRequest, prompt: list[int]) -> None:
         self.voice, self.request = voice, request
         # The answer in a chat is a text of its own; a completion continues that of the prompt.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import cache
 from typing import TYPE_CHECKING
 
+from ..data.pieces import BYTE_OF_CHARACTER
 from ..data.tokenizer_calls import decoded
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ class AnswerText:
         return self._from_sent(text, end - _begun(text[:end], self._stops))
 
     def rest(self) -> str:
-        """What was kept back until the end."""
         text = self._decoded()
         return "" if self.is_stopped else self._from_sent(text, len(text))
 
@@ -90,11 +89,10 @@ def written_token(
     assert isinstance(piece, str)
     if _INCOMPLETE in piece:  # the character itself
         return text, text.encode()
-    known = _byte_of_letters()
     if found := _BYTE.fullmatch(piece):
         content = bytes([int(found[1], 16)])
-    elif piece and known.keys() >= {*piece}:
-        content = bytes(known[letter] for letter in piece)
+    elif piece and BYTE_OF_CHARACTER.keys() >= {*piece}:
+        content = bytes(BYTE_OF_CHARACTER[letter] for letter in piece)
     else:
         return text, None
     try:
@@ -107,15 +105,6 @@ def _behind(tokenizer: PreTrainedTokenizerBase, token: int, before: Sequence[int
     """What a token adds to the text of the one before it; empty: it is the first one, or changes that text."""
     known, text = decoded(tokenizer, before[-1:]), decoded(tokenizer, [*before[-1:], token])
     return text[len(known) :] if text.startswith(known) else ""
-
-
-@cache
-def _byte_of_letters() -> dict[str, int]:
-    """The byte that each letter of a byte-level token stands for: GPT-2 writes those that cannot be printed as the
-    letters from U+0100 on."""
-    printed = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printed]
-    return {chr(byte): byte for byte in printed} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
 
 
 def _begun(text: str, stops: Sequence[str]) -> int:

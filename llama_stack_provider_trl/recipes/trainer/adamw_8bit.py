@@ -13,9 +13,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ...specs.optimizer_state import BLOCK, has_8_bit_moments
+from ..model.fsdp import local
 from ..model.quantization import library
 
 _CPU_CHUNK = 1 << 20
@@ -38,7 +38,6 @@ class AdamW8Bit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Update every weight that has a gradient."""
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is None:
@@ -69,8 +68,8 @@ class AdamW8Bit(torch.optim.Optimizer):
         self.__setstate__({"state": states, "param_groups": groups})
 
     def _update(self, group: dict[str, Any], weight: torch.Tensor, state: dict[str, Any]) -> None:
-        gradient, values = _local(weight.grad), _local(weight)
-        tensors = {name: _local(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
+        gradient, values = local(weight.grad), local(weight)
+        tensors = {name: local(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
         if not values.numel():  # more ranks than rows
             return
         (beta1, beta2), rate = group["betas"], {"lr": float(group["lr"]), "eps": group["eps"], "step": state["step"]}
@@ -127,17 +126,10 @@ def _initial(weight: torch.Tensor) -> dict[str, Any]:
 
 
 def _zeros_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Sharded as `tensor`."""
     return torch.zeros_like(tensor, dtype=dtype, requires_grad=False, memory_format=torch.contiguous_format)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _chunks(values: torch.Tensor) -> Iterable[slice]:
-    """Rows to update at a time."""
     if values.device.type != "cpu":
         return [slice(None)]
     at_once = max(1, _CPU_CHUNK // math.prod(values.shape[1:]))

@@ -13,8 +13,6 @@ Span = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Aligned:
-    """An answer as both read it."""
-
     teacher_ids: list[int]
     """The teacher's tokens of its text, and of its end where that is compared."""
     spans: list[Span]

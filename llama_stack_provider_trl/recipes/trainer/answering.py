@@ -40,7 +40,6 @@ def collate_prompts(prompts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def filler_of(pad: int) -> list[int]:
-    """A prompt that has no answer."""
     return [pad] * 2
 
 
@@ -79,12 +78,7 @@ def as_policy(
 
 
 class AnswersPrompts(ScoresReference):
-    """Trains on answers to prompts. Datasets have the columns prompt_ids and row.
-
-    Args:
-        spec: of a method that answers prompts.
-        model: whose weights are trained, or to which `peft_config` adds adapters.
-    """
+    """Trains on answers to prompts. Datasets have the columns prompt_ids and row."""
 
     head_outputs = ()  # its head is that of the method
     loss_is_scaled_for_ga = False  # Trainer takes the mean over micro steps
@@ -104,8 +98,7 @@ class AnswersPrompts(ScoresReference):
         peft_config: PeftConfig | None = None,
         **arguments: Any,
     ) -> None:
-        if spec.method.answer_tokens is None:
-            raise AssertionError("a method that answers no prompts")
+        assert spec.method.answer_tokens is not None, "a method that answers no prompts"
         self._sampling, self._most = sampling, spec.method.answer_tokens
         self._batches: Any = PaddedPairs(spec)
         super().__init__(
@@ -125,7 +118,6 @@ class AnswersPrompts(ScoresReference):
         """Called while prompts are answered and answers are rewarded."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Trainer's, with activations in CPU memory where the job offloads them."""
         with self._offloading:
             return super().training_step(*args, **kwargs)
 
@@ -146,7 +138,6 @@ class AnswersPrompts(ScoresReference):
 
         Args:
             batches: of this rank, with prompts and rows.
-            answers: token ids, of each batch.
         """
 
     def answer_batches(self, batches: list[dict[str, Any]]) -> list[list[list[int]]]:
@@ -220,19 +211,13 @@ class AnswersPrompts(ScoresReference):
 
     @property
     def _filler(self) -> list[int]:
-        """What a rank without prompts computes with."""
         return filler_of(self.processing_class.pad_token_id)
 
     def _ends(self) -> list[int]:
         return answer_ends(self.accelerator.unwrap_model(self.model), self.processing_class)
 
     def _collated(self, prompts: list[list[int]], answers: list[list[int]]) -> dict[str, torch.Tensor]:
-        """As `padded_answers`, of the model's own tokens."""
         return padded_answers(prompts, answers, self.processing_class.pad_token_id)
-
-    def _router(self) -> dict[str, bool]:
-        """Arguments of a forward whose loss keeps the router of a mixture of experts balanced."""
-        return {"output_router_logits": True} if self.aux_loss_enabled else {}
 
     def _count_tokens(self, inputs: dict[str, torch.Tensor], mask: torch.Tensor) -> None:
         """Count the tokens that were trained on, of all ranks. A collective."""

@@ -98,7 +98,6 @@ def scheduler_arguments(optimizer: OptimizerSpec, total_steps: int) -> dict[str,
 
 
 def _trl_arguments(spec: JobSpec, device: torch.device) -> dict[str, Any]:
-    """Arguments for each of TRL's trainers."""
     return {
         **_trainer_arguments(spec, device),
         "trust_remote_code": spec.source.trust_remote_code,
@@ -111,7 +110,6 @@ def _trl_arguments(spec: JobSpec, device: torch.device) -> dict[str, Any]:
 
 
 def _trainer_arguments(spec: JobSpec, device: torch.device) -> dict[str, Any]:
-    """Arguments for Trainer."""
     optimizer, sharding = spec.train.optimizer, fsdp_arguments(spec)
     return {
         "output_dir": str(spec.checkpoint_dir),

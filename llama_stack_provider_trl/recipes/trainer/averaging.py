@@ -8,20 +8,21 @@ Common weights and momentum are on the device of the weights, in fp32.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
-from torch.distributed.tensor import DTensor
 
 from ...specs.averaging import AveragingSpec, ring_bytes
 from ...specs.job import JobSpec
 from ..checkpoint.optimizer_state import read_momentum
 from ..distributed import ranks
 from ..distributed.workers import Workers
-from ..model.fsdp import is_sharded
+from ..model.fsdp import is_sharded, local
 
 BUCKET = 1 << 23
 """Elements that are reduced at a time: 32 MiB."""
@@ -50,8 +51,8 @@ class OuterOptimizer:
         """That this rank has sent, and received, since they were last taken."""
         with torch.no_grad():
             for weight in self._weights.values():
-                _local(weight).copy_(workers.broadcast(_local(weight).contiguous()))
-        self._common = {name: _local(weight).to(torch.float32, copy=True) for name, weight in self._weights.items()}
+                local(weight).copy_(workers.broadcast(local(weight).contiguous()))
+        self._common = {name: local(weight).to(torch.float32, copy=True) for name, weight in self._weights.items()}
         zeros = partial(torch.zeros_like, dtype=torch.float32, requires_grad=False)
         self.momentum = {name: zeros(weight) for name, weight in self._weights.items()}
         """As large as the weights, and sharded as they are."""
@@ -62,7 +63,7 @@ class OuterOptimizer:
     def step(self) -> None:
         """Average what the workers trained, and step. A collective; all hold the same weights afterwards."""
         for names in self._buckets():
-            parts = [_local(self._weights[name]) for name in names]
+            parts = [local(self._weights[name]) for name in names]
             trained = [self._common[name] - part for name, part in zip(names, parts, strict=True)]
             gradients = torch.cat([part.reshape(-1) for part in trained])
             del trained
@@ -78,8 +79,7 @@ class OuterOptimizer:
         return taken
 
     def _step_one(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        """The common values of a weight after a step."""
-        spec, momentum = self.spec, _local(self.momentum[name])
+        spec, momentum = self.spec, local(self.momentum[name])
         momentum.mul_(spec.outer_momentum).add_(gradient)
         update = gradient.add(momentum, alpha=spec.outer_momentum) if spec.nesterov else momentum
         return self._common[name].sub_(update, alpha=spec.outer_learning_rate)
@@ -89,7 +89,7 @@ class OuterOptimizer:
         names: list[str] = []
         filled = 0
         for name, weight in self._weights.items():
-            size = _local(weight).numel()
+            size = local(weight).numel()
             if names and filled + size > BUCKET:
                 yield names
                 names, filled = [], 0
@@ -106,16 +106,6 @@ def workers_of(spec: JobSpec) -> Workers:
     return Workers(ranks.local_world_size() if is_sharded(spec) else 1)
 
 
-@contextmanager
-def without_ddp(accelerator: Accelerator) -> Iterator[None]:
+def without_ddp(accelerator: Accelerator) -> AbstractContextManager[Any]:
     """While this is open, accelerate prepares models without DDP, which would reduce gradients in every step."""
-    original = accelerator.prepare_model
-    accelerator.prepare_model = partial(original, evaluation_mode=True)
-    try:
-        yield
-    finally:
-        del accelerator.prepare_model
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return patch.object(accelerator, "prepare_model", partial(accelerator.prepare_model, evaluation_mode=True))

@@ -23,11 +23,7 @@ from .trl_patches import every_position, fast_head, fuse_head, has_fast_head, we
 
 
 class RecipeTrainer(StepCheckpoints, DataOrder, Optimization, SourceLosses, LaterMetrics):
-    """What the trainers of all methods have. Those on a trainer of TRL derive from that, too, after this.
-
-    Args:
-        arguments: of the classes for each topic.
-    """
+    """What the trainers of all methods have. Those on a trainer of TRL derive from that, too, after this."""
 
     ref_model: torch.nn.Module | None = None
     """The model that DPO's policy is compared with, where it is not the policy itself."""
@@ -51,7 +47,6 @@ class RecipeTrainer(StepCheckpoints, DataOrder, Optimization, SourceLosses, Late
         self.compiled_blocks, self.compile_seconds = compile_blocks(self.policy, self.spec, kind), {}
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's; then blocks are compiled."""
         prepared = super()._prepare_for_training(*args, **kwargs)
         if self.compiled_blocks.startswith(COMPILED):
             began = time.monotonic()
@@ -73,15 +68,19 @@ class RecipeTrainer(StepCheckpoints, DataOrder, Optimization, SourceLosses, Late
         reshard(model)
 
     def rehearse(self, arguments: dict[str, Any], *, training: bool) -> None:
-        """Compute a batch in every way in which the job will compute its own in training, or in evaluations.
-
-        Args:
-            arguments: of a forward that scores the batch.
-        """
+        """Compute a batch in every way in which the job will compute its own in training, or in evaluations."""
         with torch.set_grad_enabled(training), self.scoring():
             scores = self.model(**arguments).log_probs
         if training:
             scores.sum().backward()
+
+    def router_arguments(self) -> dict[str, bool]:
+        """Arguments of a forward whose loss keeps the router of a mixture of experts balanced."""
+        return {"output_router_logits": True} if self.aux_loss_enabled else {}
+
+    def balanced(self, loss: torch.Tensor, outputs: Any, steps: int = 1) -> torch.Tensor:
+        """The loss, and of a mixture of experts what keeps its router balanced, divided by `steps`."""
+        return loss + self.router_aux_loss_coef * outputs.aux_loss / steps if self.aux_loss_enabled else loss
 
     @property
     def policy(self) -> Any:

@@ -17,7 +17,7 @@ from ... import faults
 from ...errors import JobFailure
 from ...specs.averaging import passes_multiple
 from ...specs.bases import parts_of
-from ...specs.evaluations import EarlyStoppingTracker, LossWatch
+from ...specs.evaluations import EarlyStoppingTracker, LossWatch, perplexity_of
 from ...specs.events import Evaluated, EventWriter, Prepared, Progress, Reason, Sampled, Warned
 from ...specs.job import JobSpec
 from ...specs.model_source import AdapterSpec, ModelSource
@@ -61,9 +61,7 @@ class JobCallback(TrainerCallback):
 
     Args:
         control: a file; the job is to stop once it exists.
-        effective: what was decided beyond the spec.
         start_step: optimizer steps done in the checkpoint that training resumes from.
-        resumed_from: that checkpoint.
         answers: of the job's `samples`; None: it has none.
         mbit_per_s: between the job's nodes; None: there is one, or it was not measured.
     """
@@ -339,7 +337,6 @@ class JobCallback(TrainerCallback):
             control.should_save = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Reset the counters of a checkpoint, which is copied and being written by now."""
         self._busy_since = None
         self._losses.clear()
         self._last_saved = state.global_step
@@ -358,7 +355,7 @@ class JobCallback(TrainerCallback):
             "epoch": max(1, math.ceil(round(state.epoch or 0.0, 6))),
             "train_loss": sum(count * loss for count, loss in self._losses) / steps if steps else None,
             "validation_loss": validation_loss,
-            "perplexity": _perplexity(validation_loss) if self.spec.algorithm == "sft" else None,
+            "perplexity": perplexity_of(validation_loss) if self.spec.algorithm == "sft" else None,
         }
 
     def _is_planned(self, state: TrainerState) -> bool:
@@ -368,7 +365,6 @@ class JobCallback(TrainerCallback):
         return passes_multiple(state.global_step, interval, steps)
 
     def _is_evaluated(self, state: TrainerState) -> bool:
-        """Whether an evaluation is planned after this step."""
         return self.spec.train.eval_steps is not None and state.global_step % self.spec.train.eval_steps == 0
 
     def _save(self, control: TrainerControl, evaluate: bool = True) -> None:
@@ -403,11 +399,6 @@ def peak_memory_bytes(device: torch.device) -> int:
         return int(torch.cuda.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # KiB on Linux, bytes on macOS
-
-
-def _perplexity(loss: float | None) -> float | None:
-    # exp overflows a float beyond 709, where a perplexity has no meaning.
-    return math.exp(loss) if loss is not None and loss < 700 else None
 
 
 def _divergence(step: int, logs: dict[str, float], *, scaled: bool) -> JobFailure | None:

@@ -121,8 +121,7 @@ def custom_trainer(spec: JobSpec, method: CustomSpec) -> type[RecipeTrainer]:
 
 def parameters_of(spec: JobSpec) -> BaseModel:
     """The fields of a job's custom method. Raises JobFailure: the version here does not accept them."""
-    if not isinstance(spec.method, CustomSpec):
-        raise AssertionError("a custom trainer without a CustomSpec")
+    assert isinstance(spec.method, CustomSpec)
     try:
         return _find(spec.method).parameters(spec.method.parameters)
     except (MethodUnavailable, ValidationError) as error:
@@ -131,7 +130,6 @@ def parameters_of(spec: JobSpec) -> BaseModel:
 
 
 def used_method(method: CustomSpec) -> dict[str, str]:
-    """What trains a job, for its record."""
     found = _find(method)
     return {"type": found.name, "package": found.package, "version": found.version, "trainer": found.method.trainer}
 

@@ -10,8 +10,6 @@ from .job_trainer import JobTrainer
 
 
 class DataOrder(JobTrainer):
-    """A trainer with our samplers."""
-
     sampler_class: type[EpochSampler] = EpochSampler
     _train_sampler: EpochSampler
 

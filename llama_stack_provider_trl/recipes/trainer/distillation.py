@@ -31,8 +31,7 @@ class DistillationRecipe(AnswersPrompts):
     """Trains on one answer to each prompt. Datasets have the columns prompt_ids and row."""
 
     def __init__(self, *, spec: JobSpec, **arguments: Any) -> None:
-        if not isinstance(spec.method, DistillationSpec):
-            raise AssertionError("a distillation without a DistillationSpec")
+        assert isinstance(spec.method, DistillationSpec)
         self._method = spec.method
         super().__init__(spec=spec, sampling=spec.method, **arguments)
         fuse_head(self.policy, outputs=("log_probs",))
@@ -71,7 +70,6 @@ class DistillationRecipe(AnswersPrompts):
 
     @cached_property
     def _rows(self) -> RowsOnDemand:
-        """The prompts as the dataset has them."""
         return RowsOnDemand(self.spec.data.dataset.path, (), self.spec.data.dataset.names, were_read=True)
 
     def compute_loss(
@@ -98,9 +96,7 @@ class DistillationRecipe(AnswersPrompts):
         """The sum of what the head gives for the answers' tokens, in a micro batch, divided by `count`, that of the
         optimizer step. A collective."""
         mask = inputs["completion_mask"][:, 1:]
-        outputs = model(**self._batches.forward_arguments(self.model, inputs), **self._router())
+        outputs = model(**self._batches.forward_arguments(self.model, inputs), **self.router_arguments())
         loss: torch.Tensor = (outputs.log_probs * mask).sum() * self._parts / count
-        if self.aux_loss_enabled:  # mixture of experts: keeps the router balanced
-            loss = loss + self.router_aux_loss_coef * outputs.aux_loss
         self._count_tokens(inputs, mask)
-        return loss
+        return self.balanced(loss, outputs)

@@ -57,7 +57,6 @@ def head_of(forward: Callable[[], object], *, copied: bool) -> Head:
     """What a model's fused head computes the logits of a batch from.
 
     Args:
-        forward: computes it.
         copied: its weight is freed after the forward, and is copied before.
     """
     kept: list[Head] = []

@@ -74,9 +74,8 @@ class DpoRecipe(ScoresReference, PairRecipe):
             self.ref_model = load_reference(spec, self.args.device, self.accelerator)
 
     def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool) -> torch.Tensor:
-        router = {"output_router_logits": True} if self.aux_loss_enabled else {}
         with self.scoring():
-            outputs = model(**self._batches.forward_arguments(self.model, inputs), **router)
+            outputs = model(**self._batches.forward_arguments(self.model, inputs), **self.router_arguments())
         logps = self._batches.log_probs(outputs, inputs)
         logratios = logps - self.reference_logps(inputs)
         lengths = self._batches.lengths(inputs)
@@ -92,8 +91,7 @@ class DpoRecipe(ScoresReference, PairRecipe):
             loss = losses.sum() * self.accelerator.num_processes / num_pairs.clamp(min=1)
             self.add_evaluation(losses.sum(), real.sum())
         self.add_source_losses(losses, real, inputs.get("sources"))
-        if self.aux_loss_enabled:  # mixture of experts: keeps the router balanced
-            loss = loss + self.router_aux_loss_coef * outputs.aux_loss
+        loss = self.balanced(loss, outputs)
         num_tokens = (self._batches.num_tokens(inputs) * real).sum()
         self._note(logps.detach(), logratios.detach(), real, num_pairs, num_tokens)
         return loss
@@ -101,8 +99,7 @@ class DpoRecipe(ScoresReference, PairRecipe):
     def _losses(self, logratios: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Loss of each pair of this rank, shape (pairs,)."""
         spec, ranks = self.spec.method, self.accelerator.num_processes
-        if not isinstance(spec, DpoSpec):
-            raise AssertionError("a DPO job without a DpoSpec")
+        assert isinstance(spec, DpoSpec)
         if spec.loss_type != "kto_pair" or ranks == 1:
             return preference_loss(logratios, lengths, spec)
         # Its means are over the pairs of all ranks, so this rank's log-ratios occur in the losses of other ranks. The

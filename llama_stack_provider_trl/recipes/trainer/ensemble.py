@@ -70,13 +70,11 @@ class EnsembleRecipe(SftRecipe):
 
     @property
     def _members(self) -> list[EnsembleMember]:
-        """The first, and those of the others that count."""
         first, *others = self.spec.does.ensemble
         return [first, *(member for member in others if member.weight)]
 
     @property
     def models(self) -> list[torch.nn.Module]:
-        """The models in memory, each once."""
         return list({id(model): model for model in (self.model, *(model for model, _ in self.others))}.values())
 
     def compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -120,5 +118,4 @@ def _base_of(member: EnsembleMember) -> tuple[Any, ...] | None:
 
 
 def _alone(spec: JobSpec, member: EnsembleMember) -> JobSpec:
-    """The job with a member as its model."""
     return spec.model_copy(update=member.as_own())

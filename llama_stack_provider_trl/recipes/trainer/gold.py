@@ -45,8 +45,7 @@ class GoldRecipe(DistillationRecipe):
 
     def __init__(self, *, spec: JobSpec, **arguments: Any) -> None:
         super().__init__(spec=spec, **arguments)
-        if self._method.uld is None:
-            raise AssertionError("a teacher with the same vocabulary")
+        assert self._method.uld is not None, "a teacher with the same vocabulary"
         self._uld = self._method.uld
         self.answer_vocabulary = None  # the teacher reads the answers' text
         self._own, self._theirs, self._teacher_tokenizer = check_pieces(spec, self.processing_class)
@@ -60,11 +59,7 @@ class GoldRecipe(DistillationRecipe):
         self._distance = UniversalDistance(self._uld, self._method.beta, vocabularies)
 
     def align(self, prompt: list[int], ids: list[int]) -> Aligned:
-        """An answer as the teacher reads it.
-
-        Args:
-            prompt: as the teacher reads it.
-        """
+        """An answer as the teacher reads it."""
         return align(
             ids,
             self._own,
@@ -78,8 +73,7 @@ class GoldRecipe(DistillationRecipe):
     def _encode(self, text: str) -> list[int]:
         # The text of a special token that an answer has spelled out is text.
         options = {"add_special_tokens": False, "split_special_tokens": True}
-        ids: list[int] = call_tokenizer(self._teacher_tokenizer, [text], **options)["input_ids"][0]
-        return ids
+        return call_tokenizer(self._teacher_tokenizer, [text], **options)["input_ids"][0]
 
     def collate_answers(self, batches: list[dict[str, Any]], answers: list[list[list[int]]]) -> int:
         prompts = [inputs["teacher_prompts"] for inputs in batches]
@@ -160,7 +154,6 @@ def _scored(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _side(head: Head, inputs: dict[str, torch.Tensor], temperature: float) -> Side:
-    """What a head has of the answers' tokens."""
     scored = _scored(inputs)
     tokens = inputs["input_ids"][:, 1:].flatten()[scored]
     return Side(head.of_rows(scored) if len(head.hidden) == len(scored) else head, tokens, temperature)

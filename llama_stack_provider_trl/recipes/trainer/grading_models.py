@@ -111,7 +111,6 @@ class GradingModel:
         return self._positions is None or len(ids) + replying.most <= self._positions
 
     def _without_room(self, ids: list[int], replying: Replying) -> GradingError:
-        """Of a question that is too long."""
         return GradingError(
             "model_grader_server_error",
             f"the model reads {len(ids)} tokens, which with {replying.most} of its reply are more than its "

@@ -85,8 +85,7 @@ class GrpoRecipe(AnswersPrompts):
     """Trains on answers to prompts, which ranks divide. Datasets have the columns prompt_ids and row."""
 
     def __init__(self, *, spec: JobSpec, **arguments: Any) -> None:
-        if not isinstance(spec.method, GrpoSpec):
-            raise AssertionError("a GRPO job without a GrpoSpec")
+        assert isinstance(spec.method, GrpoSpec)
         self._grpo = spec.method
         self._rewards = Rewards(spec.method)
         self._rows = RowsOnDemand(spec.data.dataset.path, checks_of(spec.method.rewards), spec.data.dataset.names)
@@ -159,7 +158,6 @@ class GrpoRecipe(AnswersPrompts):
         return sum(group.tokens for group in groups)
 
     def _groups_of(self, prompts: list[list[int]], answers: list[list[int]]) -> dict[str, Any]:
-        """A batch of prompts, each with its answers."""
         if isinstance(self._batches, FlatGroups):
             return self._batches.collate(prompts, answers, self._filler)
         return self._collated([prompt for prompt in prompts for _ in range(self._grpo.num_generations)], answers)
@@ -183,7 +181,6 @@ class GrpoRecipe(AnswersPrompts):
     def _groups(
         self, rows: list[int], answers: list[list[int]], replied: Mapping[int, list[dict[str, Replied]]]
     ) -> list[Group]:
-        """The prompts of a micro batch, with the rewards of their answers."""
         count, ends = self._grpo.num_generations, self._ends()
         of_rows = [one for row in rows for one in replied.get(row, ())]
         scores = self._score(rows, answers, of_rows) if rows else Scores([], [], [], [])
@@ -254,7 +251,7 @@ class GrpoRecipe(AnswersPrompts):
         """The policy gradient of a micro batch, divided so that Trainer's mean over micro steps and ranks is the
         step's."""
         with self.scoring():
-            outputs = model(**self._batches.forward_arguments(self.model, inputs), **self._router())
+            outputs = model(**self._batches.forward_arguments(self.model, inputs), **self.router_arguments())
         # After the policy's forward: PEFT switches adapters off by the parameters that a module has at the moment, and
         # on again. Under FSDP2 both have to meet the same ones, whole or sharded.
         reference = self._reference_log_probs(inputs) if self._grpo.beta else None
@@ -273,10 +270,8 @@ class GrpoRecipe(AnswersPrompts):
             total, count = self.accelerator.reduce(torch.stack([(kl.detach() * mask).sum(), mask.sum().float()]))
             self.add_metrics({"kl": total}, count)
         loss = self._mean(losses * mask, mask)
-        if self.aux_loss_enabled:  # mixture of experts: keeps the router balanced
-            loss = loss + self.router_aux_loss_coef * outputs.aux_loss
         self._count_tokens(inputs, mask)
-        return loss
+        return self.balanced(loss, outputs)
 
     def _mean(self, losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """The mean of the tokens' losses by `loss_type`, as a part of the mean over all micro steps and ranks.

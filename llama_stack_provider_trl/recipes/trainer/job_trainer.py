@@ -24,10 +24,7 @@ class JobTrainer(Trainer):
 
     Args:
         spec: as this attempt's ranks train it.
-        batch_plan: the batches of each optimizer step.
         mixture: what an epoch takes of each dataset; None: each row of one dataset once.
-        source_names: the ids of the datasets that are trained on.
-        arguments: of TRL's trainer, or of Trainer.
     """
 
     outer: OuterOptimizer | None = None

@@ -20,7 +20,6 @@ class KeptParameters:
         self._parameters = list(model.parameters())
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """All of them: accelerate compares them with those of the sharded model."""
         return iter(self._parameters)
 
 

@@ -50,7 +50,6 @@ class PaddedAnswers(PaddedPairs):
         self._collate = DataCollatorForUnpairedPreference(pad_token_id=pad_token_id)
 
     def collate(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> dict[str, Any]:
-        """The inputs of a batch of prompts and answers."""
         batch = self._collate(
             [{"prompt_ids": prompt, "completion_ids": answer, "label": False} for prompt, answer in rows]
         )
@@ -62,7 +61,6 @@ class MismatchedRows(torch.utils.data.Dataset[dict[str, Any]]):
 
     Args:
         rows: with the columns prompt_ids, completion_ids and label.
-        num_rows: without a filler.
         limit: tokens of a prompt with an answer; the other answer loses its end.
     """
 
@@ -81,7 +79,6 @@ class MismatchedRows(torch.utils.data.Dataset[dict[str, Any]]):
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """While this is open, the model computes without dropout."""
     training = model.training
     model.eval()
     try:
@@ -98,8 +95,7 @@ class KtoRecipe(PreparedDatasets, ScoresReference, KTOTrainer):
     def __init__(
         self, *, spec: JobSpec, processing_class: Any, peft_config: PeftConfig | None = None, **arguments: Any
     ) -> None:
-        if not isinstance(spec.method, KtoSpec):
-            raise AssertionError("a KTO job without a KtoSpec")
+        assert isinstance(spec.method, KtoSpec)
         self._kto = spec.method
         padding = processing_class.pad_token_id
         padding = processing_class.eos_token_id if padding is None else padding
@@ -144,7 +140,6 @@ class KtoRecipe(PreparedDatasets, ScoresReference, KTOTrainer):
         return super()._get_train_sampler()  # of the prepared rows, which have lengths
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Trainer's, which sees all batches of an optimizer step before the first of them is computed."""
         if self._kto.estimates_kl and batch_samples:
             sums = torch.stack([self._mismatched_sums(inputs) for inputs in batch_samples]).sum(dim=0)
             self._kl_of_step = _kl(self.accelerator.reduce(sums))
@@ -161,9 +156,8 @@ class KtoRecipe(PreparedDatasets, ScoresReference, KTOTrainer):
         return torch.stack([(logratios * real).sum(), real.sum()])
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> torch.Tensor:
-        router = {"output_router_logits": True} if self.aux_loss_enabled else {}
         with self.scoring():
-            outputs = model(**self._batches.forward_arguments(self.model, inputs), **router)
+            outputs = model(**self._batches.forward_arguments(self.model, inputs), **self.router_arguments())
         logps = self._batches.log_probs(outputs, inputs)
         logratios = logps - self.score_reference(inputs)
         labels, real = inputs["label"], inputs["real"]
@@ -180,8 +174,7 @@ class KtoRecipe(PreparedDatasets, ScoresReference, KTOTrainer):
             self._sources.extend(sources or ())
             if self._kto.estimates_kl:
                 self._kl_sums.append(self._mismatched_sums(inputs))
-        if self.aux_loss_enabled:  # mixture of experts: keeps the router balanced
-            loss = loss + self.router_aux_loss_coef * outputs.aux_loss
+        loss = self.balanced(loss, outputs)
         self._note(logps.detach(), logratios.detach(), inputs)
         return loss
 

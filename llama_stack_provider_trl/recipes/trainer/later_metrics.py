@@ -56,7 +56,6 @@ class DeviceClock:
         return now
 
     def mark(self) -> torch.cuda.Event | float:
-        """The end of the queue."""
         return self._recorded() if self._is_cuda else time.perf_counter()
 
     def time_of(self, mark: torch.cuda.Event | float) -> float:
@@ -128,7 +127,6 @@ class LaterMetrics(TrainingMetrics):
             self.metrics_read = f"in their step: {self._why_in_step}" if self._why_in_step else "a step later"
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Trainer's, after which the step before is read."""
         loss = super().training_step(*args, **kwargs)
         self.read_metrics()
         return loss

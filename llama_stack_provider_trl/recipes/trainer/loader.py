@@ -22,7 +22,6 @@ def num_workers(spec: JobSpec, device: str) -> int:
 
 
 def loader_arguments(spec: JobSpec, device: str) -> dict[str, Any]:
-    """Trainer's arguments for loading."""
     workers = num_workers(spec, device)
     return {
         "dataloader_num_workers": workers,

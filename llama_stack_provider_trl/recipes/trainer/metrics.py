@@ -18,8 +18,6 @@ type Mode = Literal["train", "eval"]
 
 
 class TrainingMetrics(JobTrainer):
-    """A trainer with sums as metrics."""
-
     evaluation_sums: dict[str, list[torch.Tensor]]
     """Sum and count of each batch of an evaluation, by part of the loss."""
     kept_metrics: dict[str, list[torch.Tensor]] | None = None
@@ -43,8 +41,7 @@ class TrainingMetrics(JobTrainer):
         over the ranks when they are logged."""
         if self.outer and self.model.training:
             return sums
-        summed: torch.Tensor = self.accelerator.reduce(sums)
-        return summed
+        return self.accelerator.reduce(sums)
 
     def add_tokens(self, count: torch.Tensor) -> None:
         """Add tokens, summed by `over_ranks`, to those that were trained on."""
@@ -67,15 +64,10 @@ class TrainingMetrics(JobTrainer):
                 self.kept_metrics.setdefault(name, []).append(of_batch)
 
     def means(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """The metrics that are logged.
-
-        Args:
-            sums: by metric, its sum and count since the last log.
-        """
+        """The metrics that are logged."""
         return {name: float(total / count.clamp(min=1)) for name, (total, count) in sums.items()}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log the metrics added since the last call."""
         mode = self._mode
         if mode == "train" and self.outer:
             logs = self._sum_logged(logs)

@@ -20,11 +20,7 @@ from .metrics import TrainingMetrics
 
 
 class Optimization(TrainingMetrics):
-    """A trainer with our optimizers, sharding and periodic averaging.
-
-    Args:
-        deferred: the model's weights, where they stay in their files until it is sharded.
-    """
+    """A trainer with our optimizers, sharding and periodic averaging."""
 
     _momentum_of: Path | None = None
     """The step checkpoint that has the momentum of outer steps; None: training begins without one."""
@@ -66,7 +62,6 @@ class Optimization(TrainingMetrics):
         return prepared
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Trainer's, whose operations per token are counted once."""
         tokens: Any = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
         if not torch.is_tensor(tokens) or not tokens.numel():
             return 0
@@ -91,13 +86,11 @@ class Optimization(TrainingMetrics):
         return "micro_step" if self._gradient_kwargs.get("sync_each_batch") else "step"
 
     def sync_each_micro_step(self) -> None:
-        """From now on `gradient_sync` is `micro_step`."""
         self._gradient_kwargs["sync_each_batch"] = True
 
     @property
     def _gradient_kwargs(self) -> dict[str, Any]:
-        plugin: dict[str, Any] = self.accelerator.gradient_state.plugin_kwargs  # Trainer reads it in every micro step
-        return plugin
+        return self.accelerator.gradient_state.plugin_kwargs  # Trainer reads it in every micro step
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's: tokens of an optimizer step over the ranks that average their gradients."""

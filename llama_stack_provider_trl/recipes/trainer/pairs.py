@@ -47,23 +47,19 @@ class PaddedPairs:
 
     def _scored(self, inputs: dict[str, Any]) -> torch.Tensor:
         """1 for each token whose log-probability is computed."""
-        scored: torch.Tensor = inputs["completion_mask"]
-        return scored
+        return inputs["completion_mask"]
 
     def log_probs(self, outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """Log-probabilities of whole answers, chosen then rejected, shape (2 * pairs,)."""
-        log_probs: torch.Tensor = outputs.log_probs.sum(dim=1)
-        return log_probs
+        return outputs.log_probs.sum(dim=1)
 
     def lengths(self, inputs: dict[str, Any]) -> torch.Tensor:
         """Scored tokens of each answer, chosen then rejected, shape (2 * pairs,)."""
-        lengths: torch.Tensor = inputs["completion_mask"][:, 1:].sum(dim=1)
-        return lengths
+        return inputs["completion_mask"][:, 1:].sum(dim=1)
 
     def num_tokens(self, inputs: dict[str, Any]) -> torch.Tensor:
         """Tokens of both sequences of each pair, shape (pairs,)."""
-        tokens: torch.Tensor = inputs["attention_mask"].sum(dim=1).view(2, -1).sum(dim=0)
-        return tokens
+        return inputs["attention_mask"].sum(dim=1).view(2, -1).sum(dim=0)
 
 
 def collate_images(images: Images, collate: Collate, pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -78,12 +74,10 @@ class WholePairs(PaddedPairs):
     """Padded batches in which prompts are scored too, for losses that cover them."""
 
     def _scored(self, inputs: dict[str, Any]) -> torch.Tensor:
-        scored: torch.Tensor = inputs["attention_mask"]
-        return scored
+        return inputs["attention_mask"]
 
     def log_probs(self, outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        log_probs: torch.Tensor = (outputs.log_probs * inputs["completion_mask"][:, 1:]).sum(dim=1)
-        return log_probs
+        return (outputs.log_probs * inputs["completion_mask"][:, 1:]).sum(dim=1)
 
 
 class PairRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
@@ -110,7 +104,6 @@ class PairRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
             set_adapter_dropout(self.model, spec.lora.dropout)
 
     def batches(self, spec: JobSpec) -> FlatPairs | PaddedPairs:
-        """The kind of batches that the job is trained on."""
         return FlatPairs() if spec.compute.padding_free else PaddedPairs(spec)
 
 

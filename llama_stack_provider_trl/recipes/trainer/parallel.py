@@ -16,11 +16,7 @@ _WARM_UP = 2
 
 
 class ParallelCheck:
-    """Measures the first steps of an attempt over several nodes.
-
-    Args:
-        mbit_per_s: between the nodes, as measured when the ranks met.
-    """
+    """Measures the first steps of an attempt over several nodes."""
 
     def __init__(self, mbit_per_s: float) -> None:
         self.mbit_per_s = mbit_per_s

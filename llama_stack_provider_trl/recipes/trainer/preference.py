@@ -96,16 +96,14 @@ class ReferenceFreeRecipe(PairRecipe):
         return self._batches.lengths(inputs).chunk(2)[0]
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Trainer's, which sees all batches of an optimizer step before the first of them is computed."""
         if self.chosen_weight:
             counts = [self.chosen_tokens(inputs).sum() for inputs in batch_samples]
             self._chosen_tokens_of_step = self.accelerator.reduce(moved(torch.stack(counts).sum(), device))
         return super()._get_num_items_in_batch(batch_samples, device)
 
     def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool) -> torch.Tensor:
-        router = {"output_router_logits": True} if self.aux_loss_enabled else {}
         with self.scoring():
-            outputs = model(**self._batches.forward_arguments(self.model, inputs), **router)
+            outputs = model(**self._batches.forward_arguments(self.model, inputs), **self.router_arguments())
         lengths = self._batches.lengths(inputs)
         real = real_pairs(lengths)
         logps = self._batches.log_probs(outputs, inputs).float()
@@ -128,8 +126,7 @@ class ReferenceFreeRecipe(PairRecipe):
             loss = ranks * (losses.sum() / num_pairs.clamp(min=1) + weight * chosen_loss / all_tokens.clamp(min=1))
             self.add_evaluation(losses.sum(), real.sum())
             self.add_evaluation(weight * chosen_loss, chosen_tokens, part="chosen")
-        if self.aux_loss_enabled:  # mixture of experts: keeps the router balanced
-            loss = loss + self.router_aux_loss_coef * outputs.aux_loss
+        loss = self.balanced(loss, outputs)
         self._note(logps.detach(), {name: value.detach() for name, value in metrics.items()}, real, num_pairs)
         sums = torch.stack([chosen_loss.detach().float(), (self._batches.num_tokens(inputs) * real).sum().float()])
         all_chosen, num_tokens = self.accelerator.reduce(sums)
@@ -162,8 +159,7 @@ class OrpoRecipe(ReferenceFreeRecipe):
     chosen_weight = 1.0
 
     def __init__(self, *, spec: JobSpec, **arguments: Any) -> None:
-        if not isinstance(spec.method, OrpoSpec):
-            raise AssertionError("an ORPO job without an OrpoSpec")
+        assert isinstance(spec.method, OrpoSpec)
         self._orpo, self.reward_factor = spec.method, spec.method.beta
         super().__init__(spec=spec, **arguments)
 
@@ -184,11 +180,8 @@ class OrpoRecipe(ReferenceFreeRecipe):
 
 
 class CpoRecipe(ReferenceFreeRecipe):
-    """CPO and SimPO."""
-
     def __init__(self, *, spec: JobSpec, **arguments: Any) -> None:
-        if not isinstance(spec.method, CpoSpec):
-            raise AssertionError("a CPO job without a CpoSpec")
+        assert isinstance(spec.method, CpoSpec)
         self._cpo, self.chosen_weight, self.reward_factor = spec.method, spec.method.alpha, spec.method.beta
         self.averages = spec.method.loss_type in ("ipo", "simpo")
         super().__init__(spec=spec, **arguments)

@@ -132,7 +132,7 @@ def load_reference(spec: JobSpec, device: torch.device, accelerator: Accelerator
         compile_blocks(model, spec, device.type)
     role = "teacher" if spec.method.has_teacher else "reference"
     check_length(model, spec.data.max_seq_length, f"the {role} {spec.reference_source.model!r}")
-    fuse_head(model, outputs=("log_probs",), temperature=temperature_of(spec))
+    fuse_head(model, outputs=("log_probs",), temperature=spec.method.temperature_of_scores)
     deferred = DeferredWeights(model, storage.dtype, device) if storage.is_deferred else None
     scored = frozen(spec, model).eval() if has_reference_adapter(spec) else model
     if has_reference_adapter(spec):
@@ -142,11 +142,6 @@ def load_reference(spec: JobSpec, device: torch.device, accelerator: Accelerator
     sharded = shard_frozen(scored, accelerator, deferred.fully_shard) if deferred else shard_frozen(scored, accelerator)
     move_constants(sharded, device)
     return sharded
-
-
-def temperature_of(spec: JobSpec) -> float:
-    """What divides the logits where answers are scored: GRPO scores the distribution that they were chosen from."""
-    return spec.method.temperature_of_scores
 
 
 def precomputes(spec: JobSpec) -> bool:
@@ -228,7 +223,6 @@ class Precomputation:
         )
 
     def _adapter_of_key(self, cache: LogProbCache) -> dict[str, str]:
-        """The adapter of the reference, by its content; keys of references without one have no such entry."""
         adapter = self._spec.adapter
         return {"adapter": cache.content(adapter.directory)} if adapter and has_reference_adapter(self._spec) else {}
 

@@ -13,6 +13,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,15 @@ from datasets import Dataset
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from ...system.files import atomic_write, atomic_write_json
+from ...system.digests import KeptDigests
+from ...system.files import atomic_write
 from ..data.tables import IMAGES
 
 KEEP_SECONDS = 30 * 24 * 3600.0
 KEEP_BYTES = 1 << 30
 """100 million pairs."""
-_DIGESTS = "digests.json"
-_MAX_DIGESTS = 4096
 _WEIGHTS = re.compile(r".+\.(safetensors|bin|py)|(adapter_)?config\.json")
 """Files of a model's directory that determine what it computes."""
-_CHUNK = 16 << 20
 _ROWS = 1000
 
 
@@ -39,12 +38,12 @@ class LogProbCache:
     """The cache directory. Several processes may use it at a time.
 
     Args:
-        directory: made when something is stored.
         heartbeat: called while files are read, which takes minutes with large models.
     """
 
     def __init__(self, directory: Path, heartbeat: Callable[[], None]) -> None:
         self.directory, self._heartbeat = directory, heartbeat
+        self._digests = KeptDigests(directory / "digests.json")
 
     def key(self, model: str, commit: str | None, rows: Iterator[bytes], **settings: Any) -> str | None:
         """The key of the log-probabilities of `rows` under `model`; None where its weights cannot be identified.
@@ -104,40 +103,14 @@ class LogProbCache:
                 path.unlink(missing_ok=True)
 
     def content(self, model: Path) -> str:
-        """Digest of the files of a model's directory. A file is read again when its inode, size or time differs."""
-        remembered = self._remembered()
-        known, parts = dict(remembered), []
-        for path in sorted(path for path in model.iterdir() if _WEIGHTS.fullmatch(path.name) and path.is_file()):
-            stat = path.stat()
-            mark = f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}"
-            # Moved to the end: the oldest entries are dropped first.
-            known[mark] = known.pop(mark, "") or self._file_digest(path)
-            parts.append((path.name, known[mark]))
-        if known.keys() != remembered.keys():
-            self._remember(dict(list(known.items())[-_MAX_DIGESTS:]))
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-    def _file_digest(self, path: Path) -> str:
-        digest = hashlib.sha256()
-        with open(path, "rb") as file:
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
-                self._heartbeat()
-        return digest.hexdigest()
-
-    def _remembered(self) -> dict[str, str]:
-        try:
-            found = json.loads((self.directory / _DIGESTS).read_text())
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
-
-    def _remember(self, digests: dict[str, str]) -> None:
-        try:
+        """Digest of the files of a model's directory. Those of files that have not changed are kept."""
+        with suppress(OSError):  # without it they are read again next time
             self.directory.mkdir(parents=True, exist_ok=True)
-            atomic_write_json(self.directory / _DIGESTS, digests)
-        except OSError:  # read again next time
-            return
+        parts = []
+        for path in sorted(path for path in model.iterdir() if _WEIGHTS.fullmatch(path.name) and path.is_file()):
+            with open(path, "rb") as file:
+                parts.append((path.name, self._digests.of(file, lambda size: self._heartbeat())))
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def row_bytes(rows: Dataset, num_rows: int) -> Iterator[bytes]:

@@ -51,8 +51,7 @@ class RewardRecipe(PreparedDatasets, RecipeTrainer, RewardTrainer):
     aux_loss_enabled = False
 
     def __init__(self, *, spec: JobSpec, processing_class: Any, **arguments: Any) -> None:
-        if not isinstance(spec.method, RewardSpec):
-            raise AssertionError("a reward job without a RewardSpec")
+        assert isinstance(spec.method, RewardSpec)
         self._reward = spec.method
         collator = WholeAnswers(processing_class.pad_token_id)
         super().__init__(spec=spec, processing_class=processing_class, data_collator=collator, **arguments)
@@ -81,7 +80,6 @@ class RewardRecipe(PreparedDatasets, RecipeTrainer, RewardTrainer):
         return (loss, {"logits": rewards}) if return_outputs else loss
 
     def _note(self, rewards: torch.Tensor, real: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
-        """Add a batch to the metrics; returns its pairs, over all ranks."""
         values = reward_metrics(rewards)
         sums = torch.stack([*((value * real).sum() for value in values.values()), real.sum(), num_tokens.float()])
         *totals, num_pairs, all_tokens = self.accelerator.reduce(sums)

@@ -30,8 +30,6 @@ LARGEST = 1e30
 
 
 class Scored(NamedTuple):
-    """What a reward model gives completions."""
-
     rewards: list[float]
     without_room: list[bool]
     """Whether the prompt takes all tokens that it reads: all answers to it get the same reward."""
@@ -67,11 +65,7 @@ class RewardScorer:
         numbers: Sequence[int],
         alive: Callable[[], object],
     ) -> Scored:
-        """Score completions. Raises JobFailure: a reward is no finite number, or the template refuses a prompt.
-
-        Args:
-            numbers: of the row of each, for messages.
-        """
+        """Score completions. Raises JobFailure: a reward is no finite number, or the template refuses a prompt."""
         answers: list[list[Message]] = [[{"role": "assistant", "content": text}] for text in completions]
         rows = [*zip(prompts, answers, numbers, strict=True)]
         read = self._tokens([[*prompt, *answer] for prompt, answer, _ in rows], numbers)

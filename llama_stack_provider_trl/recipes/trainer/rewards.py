@@ -72,7 +72,6 @@ class Rewards:
 
     @property
     def asks_models(self) -> bool:
-        """Whether models answer for graders."""
         return bool(self._models)
 
     def ask(
@@ -127,7 +126,6 @@ class Rewards:
         return [one if isinstance(one, GradingError) else replies[numbers[one.seed]] for one in questions]
 
     def model_warnings(self) -> list[str]:
-        """Sentences about the models of graders that were not said before."""
         return [message for model in self._models.values() for message in model.warnings()]
 
     def score(
@@ -145,7 +143,6 @@ class Rewards:
         Args:
             checked: of each completion, its prompt and what its checks compare it with.
             rows: of each completion, with all columns.
-            row_numbers: of each completion, for messages.
             alive: called before each source, and before each completion that is checked: a check may take a second.
             replied: of each completion, as `ask`; empty: no grader asks a model.
         """
@@ -179,11 +176,7 @@ class Rewards:
         )
 
     def warnings(self, timed_out: Sequence[int]) -> list[str]:
-        """A sentence for each check, and each grader, that took too long for the first time.
-
-        Args:
-            timed_out: completions, of each source.
-        """
+        """A sentence for each check, and each grader, that took too long for the first time."""
         late = [source for source, count in zip(self._sources, timed_out, strict=True) if count]
         new = [source for source in late if source.name not in self._timed_out]
         self._timed_out.update(source.name for source in new)
@@ -195,11 +188,7 @@ class Rewards:
         ]
 
     def room_warnings(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """A sentence for each reward model for which prompts left no room for their answers for the first time.
-
-        Args:
-            rows: numbers of the rows of such prompts, of each source.
-        """
+        """A sentence for each reward model for which prompts left no room for their answers for the first time."""
         found = []
         for source, numbers in zip(self._sources, rows, strict=True):
             if source.model is not None and numbers and source.name not in self._without_room:
@@ -213,11 +202,7 @@ class Rewards:
         return found
 
     def error_warnings(self, errors: Sequence[Sequence[str]]) -> list[str]:
-        """A sentence for each grader that gave an answer no reward for the first time.
-
-        Args:
-            errors: why, of each source.
-        """
+        """A sentence for each grader that gave an answer no reward for the first time."""
         found = []
         for name, sentences in zip(self.names, errors, strict=True):
             if sentences and name not in self._with_errors:
@@ -244,7 +229,6 @@ class Rewards:
 
 
 def used_packages(rewards: Iterable[RewardSource]) -> dict[str, str]:
-    """The package and version of each reward function in this environment, for the job's record."""
     return {source.name: _package(source) for source in rewards if source.function is not None}
 
 
@@ -265,11 +249,7 @@ def _of_check(
     completions: list[str],
     alive: Callable[[], object],
 ) -> list[bool | None]:
-    """Whether each completion passes a check; None: that cannot be decided in time.
-
-    Args:
-        number: of the check among the job's.
-    """
+    """Whether each completion passes a check; None: that cannot be decided in time."""
     found: list[bool | None] = []
     for row, text in zip(checked, completions, strict=True):
         alive()

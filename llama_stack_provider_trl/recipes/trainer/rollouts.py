@@ -14,23 +14,14 @@ _MOST = 100
 
 
 def is_reported(step: int, total: int) -> bool:
-    """Whether the answers of an optimizer step are: of the first, the last, and at most 100 at even distances.
-
-    Args:
-        step: from 1.
-        total: steps of the job.
-    """
+    """Whether the answers of an optimizer step are: of the first, the last, and at most 100 at even distances."""
     return step in (1, total) or step % max(1, -(-total // _MOST)) == 0
 
 
 def rolled_out(
     step: int, epoch: float, row: int, prompt: Sequence[Message], answers: Sequence[RolloutAnswer]
 ) -> RolledOut:
-    """The answers to a prompt, as they are reported.
-
-    Args:
-        step: optimizer step that they train, from 1.
-    """
+    """The answers to a prompt, as they are reported."""
     return RolledOut(
         step=step,
         epoch=round(epoch, 6),
@@ -43,7 +34,6 @@ def rolled_out(
 
 
 def turns_of(prompt: Sequence[Message]) -> list[RolloutTurn]:
-    """The last turns of a prompt."""
     return [
         RolloutTurn(
             role=turn["role"],

@@ -14,6 +14,7 @@ from ...specs.events import Answer, Reason
 from ..checkpoint import random_state
 from ..distributed import ranks
 from ..model.fsdp import answering, is_sharded
+from ..model.generation import answer_ends
 
 if TYPE_CHECKING:
     from .base import RecipeTrainer
@@ -59,7 +60,8 @@ class PromptAnswers:
         return [Answer.model_validate(answer) for answer in by_prompt]
 
     def _answer(self, model: Any, prompt: list[int]) -> Answer:
-        tokenizer, ends = self._trainer.processing_class, self._ends(model)
+        tokenizer = self._trainer.processing_class
+        ends = answer_ends(model, tokenizer)
         tokens: list[int] = []
         complete = False
         forward = _Forward(model, self._trainer.args.device)
@@ -73,12 +75,6 @@ class PromptAnswers:
             self._heartbeat()
         text = tokenizer.decode(tokens, skip_special_tokens=True)
         return Answer(text=text, tokens=len(tokens), complete=complete)
-
-    def _ends(self, model: Any) -> set[int]:
-        """Tokens that end an answer. Chat models name that of a turn in their generation configuration."""
-        configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-        several = configured if isinstance(configured, list) else [configured]
-        return {token for token in (*several, self._trainer.processing_class.eos_token_id) if token is not None}
 
 
 class _Forward:

@@ -74,10 +74,9 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
         num_items_in_batch: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Sum of the negative log-probabilities of the trained tokens, over `num_items_in_batch` of them."""
-        router = {"output_router_logits": True} if self.aux_loss_enabled else {}
         sources, scored = inputs.pop("sources", None), inputs.pop("scored_tokens", ())
         with self.scoring():
-            outputs = model(**self.forward_arguments(inputs, self.model), **router)
+            outputs = model(**self.forward_arguments(inputs, self.model), **self.router_arguments())
         trained = outputs.label_mask.sum()
         count = trained if num_items_in_batch is None else num_items_in_batch
         losses = self.losses_of_tokens(outputs)
@@ -85,9 +84,9 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
         loss = summed / torch.as_tensor(count).clamp(min=1)
         if num_items_in_batch is not None:
             loss = loss * self.workers.size  # the count is over all ranks whose gradients are averaged
-        if self.aux_loss_enabled:  # mixture of experts: keeps the router balanced
-            steps = 1 if num_items_in_batch is None else self.current_gradient_accumulation_steps
-            loss = loss + self.router_aux_loss_coef * outputs.aux_loss / steps
+        loss = self.balanced(
+            loss, outputs, 1 if num_items_in_batch is None else self.current_gradient_accumulation_steps
+        )
         if not self.model.training:
             self.add_evaluation(summed, trained)
         if sources is not None:
@@ -97,8 +96,7 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
 
     def losses_of_tokens(self, outputs: Any) -> torch.Tensor:
         """Loss of each token, 0 where it covers none, in the shape of the log-probabilities."""
-        loss: torch.Tensor = -outputs.log_probs
-        return loss
+        return -outputs.log_probs
 
     def _losses_of_rows(
         self, losses: torch.Tensor, mask: torch.Tensor, scored: Sequence[int]
@@ -118,7 +116,6 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
         return torch.stack([part.sum() for part in of_tokens.split(list(scored))]), counts
 
     def forward_arguments(self, inputs: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
-        """Arguments of a forward of `model` that scores a collated batch."""
         if self.spec.compute.padding_free:
             return forward_arguments(inputs)
         # Without an attention mask transformers separates the rows of a packed sequence by their positions, and takes

@@ -15,10 +15,10 @@ from transformers.trainer_utils import set_seed
 
 from ...errors import JobFailure
 from ...specs.events import CheckpointSaved, Reason
-from ..checkpoint import random_state
+from ..checkpoint import optimizer_state, random_state
 from ..checkpoint.fencing import FencingToken
 from ..checkpoint.optimizer_state import reading
-from ..checkpoint.step import Saver, load_optimizer, load_random, load_state, load_weights, step_bytes
+from ..checkpoint.step import Saver, load_random, load_state, load_weights, step_bytes
 from ..distributed import ranks
 from ..model.fsdp import accumulates_shards
 from .data_order import DataOrder
@@ -48,7 +48,6 @@ class StepCheckpoints(DataOrder, Optimization):
     Args:
         chooses_gradient_sync: the job leaves `gradient_sync` to the recipe: `spec` has what its memory permits.
         require_space: called with the bytes of a checkpoint before it is written; raises where they do not fit.
-        fencing_token: whether this attempt may write into the job's checkpoint directory.
     """
 
     checkpoint_fields: Callable[[], dict[str, Any]]
@@ -132,7 +131,6 @@ class StepCheckpoints(DataOrder, Optimization):
             (Path(output_dir) / _SCHEDULER).write_text(json.dumps(self.lr_scheduler.state_dict()))
 
     def _save_scaler(self, output_dir: str) -> None:
-        """Write the loss scaling of a job in fp16."""
         if ranks.rank() == 0 and self.accelerator.scaler is not None:
             (Path(output_dir) / _SCALER).write_text(json.dumps(self.accelerator.scaler.state_dict()))
 
@@ -179,7 +177,6 @@ class StepCheckpoints(DataOrder, Optimization):
 
     @property
     def _has_same_ranks(self) -> bool:
-        """Whether as many ranks wrote the checkpoint that training resumes from."""
         return bool(self._restored.get("world_size", ranks.world_size()) == ranks.world_size())
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
@@ -191,7 +188,8 @@ class StepCheckpoints(DataOrder, Optimization):
         if checkpoint is None:
             return
         model, self._momentum_of = self.accelerator.unwrap_model(self.model), Path(checkpoint)
-        load_optimizer(model, self._inner_optimizer, self._momentum_of, self.workers.own)
+        saved = optimizer_state.read_optimizer(self._momentum_of, self.workers.own)
+        optimizer_state.restore(model, self._inner_optimizer, saved, self._momentum_of)
         with self._restoring(checkpoint, _SCHEDULER) as state:
             if state is None:
                 raise ValueError("it is missing")
@@ -227,8 +225,7 @@ class StepCheckpoints(DataOrder, Optimization):
 
     @property
     def _inner_optimizer(self) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wrapper
-        return optimizer
+        return getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wrapper
 
     def load_weights(self, checkpoint: Path) -> None:
         """Load the weights of a step checkpoint on rank 0's disk into the model, after training; a collective."""

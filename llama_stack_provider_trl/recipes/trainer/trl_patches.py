@@ -196,7 +196,6 @@ class TrlKernels:
     def fold(
         self, tile: torch.Tensor, targets: torch.Tensor, with_top1: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """See `recipes.fast.head.Kernels`."""
         import torch
         import trl.kernels.chunked_logprob as kernels
 
@@ -221,7 +220,6 @@ class TrlKernels:
     def differentiate(
         self, tile: torch.Tensor, targets: torch.Tensor, log_sums: torch.Tensor, factors: torch.Tensor
     ) -> None:
-        """See `recipes.fast.head.Kernels`."""
         import trl.kernels.chunked_logprob as kernels
 
         if not len(tile):
@@ -239,7 +237,6 @@ class TrlKernels:
         )
 
     def add_product(self, sums: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> None:
-        """See `recipes.fast.head.Kernels`."""
         import trl.kernels.chunked_logprob as kernels
 
         kernels._addmm_fp32(sums, one, other)
@@ -342,7 +339,7 @@ def divergence_of_hidden(
     """
     import trl.kernels.chunked_divergence as kernels
 
-    of_tokens: tuple[torch.Tensor, torch.Tensor] = kernels.ChunkedDivergenceFunction.apply(
+    return kernels.ChunkedDivergenceFunction.apply(
         own.hidden,
         own.weight,
         own.bias,
@@ -356,7 +353,6 @@ def divergence_of_hidden(
         teacher.scale,
         teacher.cap,
     )
-    return of_tokens
 
 
 def keep_allocator_cache(trainer: Any) -> None:

@@ -50,8 +50,6 @@ class Vocabularies:
 
 @dataclass(frozen=True)
 class Side:
-    """What one of the models has computed of the answers' tokens."""
-
     head: Head
     tokens: torch.Tensor
     """Their numbers, shape (tokens,)."""
@@ -100,7 +98,7 @@ class UniversalDistance:
                     two = of_teacher.merged(found, teacher.tokens[their_rows])
                 return self._distance(one, two)
 
-        found: torch.Tensor = checkpoint(
+        return checkpoint(
             compute,
             own.head.hidden[rows],
             own.head.weight,
@@ -108,7 +106,6 @@ class UniversalDistance:
             use_reentrant=False,
             preserve_rng_state=False,
         )
-        return found
 
     def _distance(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
         shared, rests = self._vocabularies.shared, self._vocabularies.rests
