@@ -19,7 +19,7 @@ from .adapters import Quantizer as Quantizer
 from .averaging import AveragingSpec
 from .bases import BaseJob, Frozen, parts_of, with_parts
 from .bases import ResumeFrom as ResumeFrom
-from .methods import COMPILED, METHODS, MethodSpec, SftSpec
+from .methods import METHODS, MethodSpec, SftSpec
 from .methods import Algorithm as Algorithm  # parts of JobSpec
 from .methods import DpoLoss as DpoLoss
 from .methods import DpoSpec as DpoSpec
@@ -710,7 +710,7 @@ class AttemptSpec(Frozen):
         is compiled."""
         job = self.job
         trains = job.work is None and self.preflight is None
-        if not trains or job.compute.compile_blocks != "always" or job.algorithm not in COMPILED:
+        if not trains or job.compute.compile_blocks != "always" or METHODS[job.algorithm].padded_because:
             return None
         home = self.run_dir.parents[1] if self.run_dir.parent.name == "attempts" else self.run_dir
         return home / "compiled" / str(self.age)

@@ -458,5 +458,3 @@ METHODS: dict[Algorithm, Method] = {
     "grpo": Method("GRPO", "dpo", "prompts", _PREFERENCE_RATES, ()),
     "distillation": Method("distillation", "dpo", "prompts", _PREFERENCE_RATES, (), _ANSWERS),
 }
-COMPILED: tuple[Algorithm, ...] = ("sft", "dpo")
-"""The methods whose blocks may be compiled (`recipes.fast.compiled`)."""

@@ -22,7 +22,7 @@ ROWS = {"sft": SFT_ROWS[:11], "dpo": DPO_ROWS[:11]}  # the last batch of an epoc
 def spec_of(root: Path, algorithm: str, ranks: int, strategy: str = "FULL_SHARD", **changes: Any) -> JobSpec:
     """The same job for any number of ranks: the same global batch, a learning rate that shows a wrong gradient."""
     changes.setdefault("sharding", ShardingSpec(strategy=strategy) if ranks > 1 else None)
-    changes.setdefault("rows", ROWS[algorithm])
+    changes.setdefault("rows", ROWS.get(algorithm))
     return job_spec(
         root,
         changes.pop("model", None) or tiny_model(tied=changes.pop("tied", True)),

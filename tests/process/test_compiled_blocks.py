@@ -20,13 +20,16 @@ from llama_stack_provider_trl.recipes.fast import compiled
 from llama_stack_provider_trl.recipes.fast.cpu_attention import attend_on_cpu
 from llama_stack_provider_trl.recipes.fast.layout import Group, Layout, decoded
 from llama_stack_provider_trl.recipes.trainer.base import RecipeTrainer
+from llama_stack_provider_trl.specs.averaging import AveragingSpec
 from llama_stack_provider_trl.specs.events import Evaluated, Event, Failed, Prepared, Progress, Reason
-from llama_stack_provider_trl.specs.job import ShardingSpec
-from tests.process.rank_numbers import spec_of, trained
+from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec, ShardingSpec
+from llama_stack_provider_trl.specs.methods import CpoSpec, DpoSpec, GrpoSpec, SftSpec
+from tests.process.grpo_jobs import DIGITS, LETTER
+from tests.process.rank_numbers import spec_of
 from tests.ranks import Ranks
 from tests.required import in_full
 from tests.tiny import tiny_decoder, tiny_model
-from tests.training import LORA, job_spec, of_kind, run
+from tests.training import LORA, job_spec, of_kind, reference_to, run
 
 # Warnings are errors here, and torch's compiler warns of its own code.
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
@@ -43,7 +46,23 @@ PAIRS = [
     {"prompt": row["prompt"], "chosen": row["completion"], "rejected": f"{n} or {'more ' * (n * n % 17)}"}
     for n, row in enumerate(ROWS)
 ]
-ROWS_OF: dict[str, list[dict[str, Any]]] = {"sft": ROWS, "dpo": PAIRS}
+ROWS_OF: dict[str, list[dict[str, Any]]] = {
+    "sft": ROWS,
+    "kto": [{**row, "label": bool(n % 3)} for n, row in enumerate(ROWS)],
+    "grpo": [{"prompt": row["prompt"]} for row in ROWS],
+}
+"""By method; of the others: pairs."""
+QLORA = LORA.model_copy(update={"quantize_base": True})
+IA3 = LoraSpec(method="ia3", target_modules=("k_proj", "v_proj", "down_proj"), rank=1, alpha=1)
+VERA = LoraSpec(method="vera", target_modules=("q_proj", "v_proj"), rank=8, alpha=1)
+ROUNDING = 1e-7
+"""Of losses: the first one of GRPO is 0, and all others are above 0.01."""
+GRPO = GrpoSpec(rewards=(DIGITS, LETTER), num_generations=3, max_completion_length=8, beta=0.1)
+
+
+def with_other_reference() -> DpoSpec:
+    """DPO whose reference is a model of another architecture and another number of blocks."""
+    return DpoSpec(reference=reference_to(tiny_decoder("qwen2")))
 
 
 @pytest.mark.parametrize("key_heads", [4, 2])
@@ -129,11 +148,22 @@ def losses(events: list[Event]) -> list[float]:
     return [point.metrics["loss" if isinstance(point, Progress) else "eval_loss"] for point in points(events)]
 
 
-RANKS = "of several ranks only those of FULL_SHARD and SHARD_GRAD_OP without cpu_offload are"
-OF_DPO = "of DPO only those with LoRA or of one process are, whose reference is the base model"
 CASES = [
     pytest.param("sft", {"lora": LORA, "fuse_lora": "always", "validation_rows": 5}, 3, id="lora"),
+    pytest.param("sft", {"lora": QLORA, "validation_rows": 5}, 3, id="qlora"),
+    pytest.param("kto", {}, 3, id="kto"),
+    pytest.param("grpo", {"method": GRPO}, 2, id="grpo"),
+    pytest.param("dpo", {"method": with_other_reference}, 2, id="dpo-other-reference"),
     *in_full(
+        pytest.param("dpo", {"lora": QLORA, "validation_rows": 5}, 5, id="dpo-qlora"),
+        pytest.param("kto", {"lora": LORA, "validation_rows": 5}, 5, id="kto-lora"),
+        pytest.param("grpo", {"method": GRPO, "lora": LORA}, 3, id="grpo-lora"),
+        pytest.param("grpo", {"method": GRPO.model_copy(update={"beta": 0.0})}, 1, id="grpo-alone"),
+        pytest.param("simpo", {}, 1, id="simpo"),
+        pytest.param("cpo", {"method": CpoSpec(loss_type="ipo"), "lora": LORA, "validation_rows": 5}, 3, id="cpo"),
+        pytest.param("dpo", {"method": with_other_reference, "lora": LORA}, 3, id="dpo-other-reference-lora"),
+        pytest.param("sft", {"lora": IA3, "validation_rows": 5}, 3, id="ia3"),
+        pytest.param("sft", {"lora": VERA, "validation_rows": 5}, 3, id="vera"),
         pytest.param("dpo", {"validation_rows": 5}, 3, id="dpo"),
         pytest.param("dpo", {"lora": LORA, "fuse_lora": "always", "validation_rows": 5}, 5, id="dpo-lora"),
         pytest.param("sft", {"gradient_checkpointing": True}, 1, id="checkpointing"),
@@ -157,10 +187,12 @@ def test_compiled_blocks_have_eager_losses_no_graph_per_shape_and_the_same_bits_
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rows = ROWS_OF[algorithm]
+    rows = ROWS_OF.get(algorithm, PAIRS)
     changes = {"rows": rows, "batch_size": 3, "n_epochs": 2, "save_steps": 3, **changes}
     if evaluated := changes.get("validation_rows"):
         changes["validation_rows"] = rows[:evaluated]
+    if callable(method := changes.get("method")):
+        changes["method"] = method()
     eager = job_spec(tmp_path, tiny_decoder("llama", num_hidden_layers=3), algorithm, **changes)
     _, expected = run(tmp_path / "eager", eager.changed(checkpoint_dir=tmp_path / "eager" / "checkpoints"))
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
@@ -168,7 +200,7 @@ def test_compiled_blocks_have_eager_losses_no_graph_per_shape_and_the_same_bits_
     status, events = run(tmp_path / "attempts" / "1", spec)
     assert status == 0, [failed.message for failed in of_kind(events, Failed)]
     found = losses(events)
-    assert found == pytest.approx(losses(expected), rel=1e-5)
+    assert found == pytest.approx(losses(expected), rel=1e-5, abs=ROUNDING)
     shown = of_kind(events, Prepared)[0].effective
     assert (shown["compiled_blocks"], shown["attention"]) == ("used in 3 of 3 blocks", compiled.NAME)
     assert shown["compile_seconds"] > 0
@@ -195,7 +227,18 @@ def test_compiled_blocks_have_eager_losses_no_graph_per_shape_and_the_same_bits_
             {"lora": LORA, "fuse_lora": "always", "gradient_checkpointing": True, "n_epochs": 1},
             id="dpo-full-checkpointing",
         ),
+        pytest.param("sft", "NO_SHARD", {"gradient_accumulation_steps": 2}, id="sft-ddp"),
         *in_full(
+            pytest.param("dpo", "NO_SHARD", {"lora": LORA, "fuse_lora": "always"}, id="dpo-ddp-lora"),
+            pytest.param("sft", "NO_SHARD", {"averaging": AveragingSpec(interval=3)}, id="sft-averaging"),
+            pytest.param("sft", "HYBRID_SHARD", {}, id="sft-hybrid"),
+            pytest.param("sft", "FULL_SHARD", {"sharding": ShardingSpec(cpu_offload=True)}, id="sft-cpu-offload"),
+            pytest.param("sft", "FULL_SHARD", {"lora": QLORA}, id="sft-full-qlora"),
+            pytest.param("dpo", "FULL_SHARD", {}, id="dpo-full"),
+            pytest.param("dpo", "NO_SHARD", {}, id="dpo-ddp"),
+            pytest.param("dpo", "FULL_SHARD", {"method": with_other_reference}, id="dpo-full-other-reference"),
+            pytest.param("kto", "FULL_SHARD", {}, id="kto-full"),
+            pytest.param("grpo", "FULL_SHARD", {"method": GRPO}, id="grpo-full"),
             pytest.param("dpo", "SHARD_GRAD_OP", {"lora": LORA, "fuse_lora": "always"}, id="dpo-grad-op"),
             pytest.param("sft", "FULL_SHARD", {"lora": LORA, "fuse_lora": "always"}, id="sft-full-lora"),
             pytest.param("sft", "FULL_SHARD", {"gradient_accumulation_steps": 2}, id="sft-full"),
@@ -207,20 +250,28 @@ def test_compiled_blocks_have_eager_losses_no_graph_per_shape_and_the_same_bits_
 def test_ranks_compile_blocks_once_and_have_eager_losses_and_the_same_bits_after_a_resume(
     algorithm: str, strategy: str, changes: dict[str, Any], before: str, ranks: Ranks, tmp_path: Path
 ) -> None:
-    rows, model = ROWS_OF[algorithm], tiny_decoder("llama", num_hidden_layers=3)
-    changes = {"rows": rows, "validation_rows": rows[:5], "save_steps": 3, "model": model, **changes}
-    eager = spec_of(tmp_path, algorithm, 2, strategy, **changes)
-    expected = trained(ranks, tmp_path, eager.changed(checkpoint_dir=tmp_path / "eager"))
+    rows, model = ROWS_OF.get(algorithm, PAIRS), tiny_decoder("llama", num_hidden_layers=3)
+    evaluated = {} if algorithm == "grpo" else {"validation_rows": rows[:5]}
+    changes = {"rows": rows, "save_steps": 3, "model": model, **evaluated, **changes}
+    if callable(method := changes.get("method")):
+        changes["method"] = method()
+    eager = spec_of(tmp_path, algorithm, 4 if strategy == "HYBRID_SHARD" else 2, strategy, **changes)
     spec, found = eager.changed(compile_blocks="always"), []
+
+    def attempt(run_dir: Path, job: JobSpec, checkpoint: Path | None = None, **options: str) -> list[Event]:
+        codes, events = ranks.run(run_dir, job, checkpoint, per_node=2, **options)
+        assert codes == [0] * job.ranks, [failed.message for failed in of_kind(events, Failed)]
+        return events
+
+    expected = attempt(tmp_path / "run", eager.changed(checkpoint_dir=tmp_path / "eager"))
     for number, checkpoint in (("1", None), ("2", spec.checkpoint_dir / "checkpoint-3")):
         run_dir = tmp_path / "attempts" / number
-        codes, events = ranks.run(run_dir, spec, checkpoint, before=f"tests.process.compiling.{before}")
-        assert codes == [0, 0], [failed.message for failed in of_kind(events, Failed)]
+        events = attempt(run_dir, spec, checkpoint, before=f"tests.process.compiling.{before}")
         assert of_kind(events, Prepared)[0].effective["compiled_blocks"] == "used in 3 of 3 blocks"
         weights = {path.name: path.read_bytes() for path in (spec.checkpoint_dir / "final").glob("*.safetensors")}
         found.append((events, weights))
     (events, weights), (resumed, weights_of_resumed) = found
-    assert losses(events) == pytest.approx(losses(expected), rel=1e-5)
+    assert losses(events) == pytest.approx(losses(expected), rel=1e-5, abs=ROUNDING)
     assert losses(resumed) == [
         loss for event, loss in zip(points(events), losses(events), strict=True) if event.step > 3
     ]
@@ -239,15 +290,16 @@ def test_ranks_compile_blocks_once_and_have_eager_losses_and_the_same_bits_after
         ({}, "mps", "attention in fp32 on mps is several operations"),
         ({"algorithm": "dpo", "lora": LORA}, "cpu", ""),
         ({"algorithm": "dpo"}, "cpu", ""),
-        ({"algorithm": "dpo", "lora": LORA, "ranks": 2, "sharding": ShardingSpec()}, "cpu", ""),
-        ({"algorithm": "dpo", "ranks": 2, "sharding": ShardingSpec()}, "cpu", OF_DPO),
-        ({"algorithm": "simpo"}, "cpu", "only those of SFT and DPO are"),
+        ({"algorithm": "dpo", "ranks": 2, "sharding": ShardingSpec()}, "cpu", ""),
+        ({"algorithm": "simpo"}, "cpu", ""),
+        ({"algorithm": "orpo"}, "cpu", "batches have padding: ORPO's loss covers prompts too"),
+        ({"algorithm": "reward"}, "cpu", "batches have padding: a reward is read at the end of a row"),
         ({"lora": LORA}, "cpu", ""),
-        ({"lora": LORA.model_copy(update={"use_dora": True})}, "cpu", "its adapters are not plain LoRA"),
+        ({"lora": LORA.model_copy(update={"use_dora": True})}, "cpu", "torch's compiler cannot trace PEFT's DoRA"),
         ({"lora": LORA.model_copy(update={"dropout": 0.1})}, "cpu", "dropout would leave out other units"),
         ({"ranks": 2, "sharding": ShardingSpec(strategy="SHARD_GRAD_OP")}, "cpu", ""),
-        ({"ranks": 2}, "cpu", RANKS),
-        ({"ranks": 2, "sharding": ShardingSpec(cpu_offload=True)}, "cpu", RANKS),
+        ({"ranks": 2}, "cpu", ""),
+        ({"ranks": 2, "context_parallel_size": 2}, "cpu", "ranks divide the tokens of a row"),
         ({"gradient_checkpointing": True}, "cpu", ""),
         ({"padding_free": False}, "cpu", "batches have padding"),
         ({"tile_mlp": "always"}, "cpu", "networks compute in tiles"),
@@ -264,20 +316,36 @@ def test_a_job_whose_blocks_are_not_compiled_has_the_reason(
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes", "reason"),
+    ("kind", "changes", "reference", "record"),
     [
-        ("mixtral", {}, "a block has no mlp of linear layers alone"),
-        ("mistral", {"sliding_window": 16}, "its attention has a sliding window"),
-        ("llama", {"attention_dropout": 0.1}, "dropout would leave out other units"),
+        ("mixtral", {}, {}, "not used: a block has no mlp of linear layers alone"),
+        ("mistral", {"sliding_window": 16}, {}, "not used: its attention has a sliding window"),
+        ("llama", {"attention_dropout": 0.1}, {}, "not used: dropout would leave out other units"),
+        (
+            "llama",
+            {},
+            {"sliding_window": 16},
+            "used in 2 of 2 blocks; of the reference not used: its attention has a sliding window",
+        ),
     ],
 )
 def test_a_training_of_a_model_whose_blocks_are_not_compiled_has_the_reason(
-    kind: str, changes: dict[str, Any], reason: str, tmp_path: Path
+    kind: str,
+    changes: dict[str, Any],
+    reference: dict[str, Any],
+    record: str,
+    graphs: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    spec = job_spec(tmp_path, tiny_decoder(kind, **changes), compile_blocks="always", max_steps_per_epoch=1)
-    status, events = run(tmp_path / "run", spec)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    method = DpoSpec(reference=reference_to(tiny_decoder("mistral", **reference))) if reference else SftSpec()
+    options = {"method": method, "compile_blocks": "always", "max_steps_per_epoch": 1}
+    status, events = run(
+        tmp_path / "run", job_spec(tmp_path, tiny_decoder(kind, **changes), method.algorithm, **options)
+    )
     assert status == 0, [failed.message for failed in of_kind(events, Failed)]
-    assert of_kind(events, Prepared)[0].effective["compiled_blocks"] == f"not used: {reason}"
+    assert of_kind(events, Prepared)[0].effective["compiled_blocks"] == record
 
 
 def test_jobs_that_compile_nothing_keep_the_operators_directory_of_compiled_code(

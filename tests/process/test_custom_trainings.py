@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from llama_stack_provider_trl.specs.events import CheckpointSaved, Evaluated, Fa
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec
 from llama_stack_provider_trl.specs.methods import CustomSpec
 from tests.plugins import install, install_example
+from tests.required import in_full
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind, run
 
@@ -127,12 +129,27 @@ def losses(events: list[Any]) -> list[float]:
     return [event.metrics["loss"] for event in of_kind(events, Progress)]
 
 
-@pytest.mark.parametrize("name", ["robust", "focal"])
-def test_a_method_of_a_package_trains_its_loss_on_the_engine_and_continues_exactly(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "compile_blocks"),
+    [
+        ("robust", "never"),
+        ("focal", "never"),
+        # torch's compiler warns of its own code.
+        *in_full(
+            pytest.param("robust", "always", marks=pytest.mark.filterwarnings("ignore")),
+            pytest.param("focal", "always", marks=pytest.mark.filterwarnings("ignore")),
+        ),
+    ],
+)
+def test_a_method_of_a_package_trains_its_loss_on_the_engine_and_continues_exactly(
+    tmp_path: Path, name: str, compile_blocks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     fields = {"robust": {"beta": 1.5, "flip_rate": 0.2}, "focal": {"gamma": 1.5}}[name]
-    spec = spec_of(tmp_path, name, fields=fields)
+    spec = spec_of(tmp_path, name, fields=fields, compile_blocks=compile_blocks)
     status, events = run(tmp_path / "run", spec, estimates=True)
     assert status == 0, [event.message for event in of_kind(events, Failed)]
     model, tokenizer = (kind.from_pretrained(tiny_model()) for kind in (AutoModelForCausalLM, AutoTokenizer))
@@ -148,6 +165,7 @@ def test_a_method_of_a_package_trains_its_loss_on_the_engine_and_continues_exact
         "trainer": find_method(name).method.trainer,
     }
     assert prepared.effective["padding_free"] == "used"
+    assert prepared.effective["compiled_blocks"].startswith("used") is (compile_blocks == "always")
     assert prepared.effective["memory"]["fits"]
     assert not [event for event in of_kind(events, Warned) if "has checked this request" in event.message]
     final = of_kind(events, CheckpointSaved)[-1]

@@ -136,7 +136,8 @@ class FlatPairs(_Flat):
 
 
 def largest_groups(dataset: Dataset, rows: int, repeats: int = 1) -> tuple[tuple[Group, ...], int]:
-    """The groups of a batch of the `rows` rows (or pairs) with the most tokens, and its scored tokens.
+    """The groups of a batch of the `rows` rows (pairs, or prompts without their answers) with the most tokens, and its
+    scored tokens.
 
     Args:
         repeats: how often a row may be in an epoch.
@@ -147,7 +148,9 @@ def largest_groups(dataset: Dataset, rows: int, repeats: int = 1) -> tuple[tuple
     tokens = torch.stack([list_lengths(dataset, name) for name in columns]).sum(dim=0)
     largest = first_largest(tokens, rows)
     batch = [dataset[number] for number in largest for _ in range(repeats)][:rows]
-    if "completion_ids" in columns:
+    if columns == ["prompt_ids"]:
+        inputs = FlatAnswers().collate([((), row["prompt_ids"]) for row in batch])
+    elif "completion_ids" in columns:
         inputs = FlatAnswers().collate([(row["prompt_ids"], row["completion_ids"]) for row in batch])
     else:
         inputs = collate_rows(batch) if columns == ["input_ids"] else FlatPairs().collate(batch)

@@ -17,10 +17,11 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...errors import JobFailure
-from ...specs import methods
 from ...specs.events import Reason
 from ...specs.job import JobSpec
+from ...specs.methods import METHODS
 from ..model.fsdp import blocks_of
+from ..model.quantization import let_4bit_be_traced
 from .attention import (
     attend_in_one_kernel,
     attend_in_rows,
@@ -38,8 +39,6 @@ NAME = "rows_as_one_operator"
 """Of this implementation of attention, in the configuration of a model that trains."""
 COMPILED = "used"
 """How the record of compiled blocks begins."""
-SHARDED = ("FULL_SHARD", "SHARD_GRAD_OP")
-"""The strategies under which blocks of several ranks are compiled."""
 _SIZES = (4093, 2039, 1021, 509, 251, 127, 61, 31, 17)
 """Tokens of the first batch. Primes, which no size of a model is: the compiler takes equal sizes for the same one."""
 _GRAPHS = 32
@@ -54,26 +53,18 @@ def why_eager(spec: JobSpec, device: str) -> str:
     """
     if spec.compute.compile_blocks != "always":
         return f"compile_blocks is {spec.compute.compile_blocks!r}"
-    return _why_unproven(spec) or _why_batches(spec, device) or why_random(spec)
+    return _why_model(spec) or _why_batches(spec, device) or why_random(spec)
 
 
-def _why_unproven(spec: JobSpec) -> str:
-    """What no test has compiled yet."""
-    if spec.algorithm not in methods.COMPILED:
-        return f"only those of {' and '.join(methods.METHODS[name].title for name in methods.COMPILED)} are"
-    if spec.algorithm == "dpo" and (spec.reference_source != spec.source or (spec.ranks > 1 and not spec.lora)):
-        return "of DPO only those with LoRA or of one process are, whose reference is the base model"
-    if spec.lora and (spec.lora.quantize_base or spec.lora.use_dora or spec.lora.method != "lora"):
-        return "its adapters are not plain LoRA"
-    sharding = spec.sharding
-    if spec.ranks > 1 and (sharding is None or sharding.strategy not in SHARDED or sharding.cpu_offload):
-        return f"of several ranks only those of {' and '.join(SHARDED)} without cpu_offload are"
-    if spec.context_parallel_size > 1:
-        return "ranks divide the tokens of a row"
-    return "workers train apart" if spec.train.averaging else ""
+def _why_model(spec: JobSpec) -> str:
+    if spec.lora and spec.lora.use_dora:
+        return "torch's compiler cannot trace PEFT's DoRA"
+    return "ranks divide the tokens of a row" if spec.context_parallel_size > 1 else ""
 
 
 def _why_batches(spec: JobSpec, device: str) -> str:
+    if because := METHODS[spec.algorithm].padded_because:
+        return f"batches have padding: {because}"
     if not spec.compute.padding_free:
         return "batches have padding"
     if {"cpu": ("fp32",), "cuda": ("bf16", "fp16")}.get(device, ()).count(spec.compute.dtype) == 0:
@@ -103,6 +94,7 @@ def compile_blocks(policy: PreTrainedModel, spec: JobSpec, device: str) -> str:
     kinds = {kind: _compiled(kind) for kind in {type(block) for block in blocks}}
     for block in blocks:
         block.__class__ = kinds[type(block)]
+    let_4bit_be_traced(policy)
     policy.set_attn_implementation(NAME)
     return f"{COMPILED} in {len(blocks)} of {len(blocks)} blocks"
 
@@ -141,7 +133,9 @@ def _compiled(kind: Any) -> type[torch.nn.Module]:
     def forward(self: Any, *args: Any, layout: Any = None, scored: Any = None, **kwargs: Any) -> Any:
         if layout is None:  # answers that are generated, and exports that are compared
             return kind.forward(self, *args, **kwargs)
-        return graph(self, *args, layout=layout.encoded, **kwargs)
+        # For one token, as of a rank that has a filler alone, the compiler would make a graph of its own.
+        compute = graph if layout.tokens > 1 else computed
+        return compute(self, *args, layout=layout.encoded, **kwargs)
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 

@@ -51,6 +51,11 @@ class Layout:
         numbers = [number for prefix, parts in self.groups for number in (prefix, len(parts), *parts)]
         return torch.tensor([len(self.groups), *numbers])
 
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of the sequence."""
+        return sum(self.sizes())
+
     def sizes(self) -> list[int]:
         """Tokens of the parts of the sequence: of each group its prefix with the first row, then its other rows."""
         return [size for prefix, (first, *others) in self.groups for size in (prefix + first, *others)]

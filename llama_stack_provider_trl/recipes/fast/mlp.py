@@ -66,7 +66,9 @@ def is_of_tokens(network: Any) -> bool:
     """Whether each token's output depends on its own input alone."""
     if not isinstance(network, torch.nn.Module) or not any(True for _ in network.children()):
         return False
-    return all(isinstance(one, torch.nn.Linear | Conv1D) for one in network.modules() if one._parameters)
+    # Adapters have layers of their own, or dictionaries of factors.
+    kinds = torch.nn.Linear | Conv1D | torch.nn.ParameterDict
+    return all(isinstance(one, kinds) for one in network.modules() if one._parameters)
 
 
 def _forward(whole: Callable[..., torch.Tensor], states: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:

@@ -206,6 +206,27 @@ def packed_elements(model: torch.nn.Module) -> dict[int, int]:
     return {id(layer.weight): layer.in_features * layer.out_features for layer in layers}
 
 
+def let_4bit_be_traced(model: torch.nn.Module) -> None:
+    """Have layers in 4 bits compute what torch's compiler can trace: the same product. bitsandbytes makes a weight anew
+    that FSDP2 has replaced, and changes the dtype of a bias, within its forward."""
+    layers = [module for module in model.modules() if _is_4bit(module)]
+    kinds = {kind: _traced(kind) for kind in {type(layer) for layer in layers}}
+    for layer in layers:
+        layer.__class__ = kinds[type(layer)]
+
+
+def _traced(kind: Any) -> type[torch.nn.Module]:
+    matmul_4bit = library("bitsandbytes", "algorithm_config.quantize_base").matmul_4bit
+
+    def forward(self: Any, states: torch.Tensor) -> torch.Tensor:
+        dtype = self.compute_dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        product: torch.Tensor = matmul_4bit(states.to(dtype), self.weight, bias=bias, quant_state=self.quant_state)
+        return product.to(states.dtype)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
 def _is_4bit(module: torch.nn.Module) -> bool:
     # By name: a process that trains without bitsandbytes does not import it. PEFT has a class of the same name.
     kind = type(module)

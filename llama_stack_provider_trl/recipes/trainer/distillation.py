@@ -35,7 +35,7 @@ class DistillationRecipe(AnswersPrompts):
         self._method = spec.method
         super().__init__(spec=spec, sampling=spec.method, **arguments)
         fuse_head(self.policy, outputs=("log_probs",))
-        self.ref_model = load_reference(spec, self.args.device, self.accelerator)
+        self.ref_model = load_reference(self)
         # A student may have more rows of embeddings than its teacher, which reads the answers.
         self.answer_vocabulary = self.ref_model.get_input_embeddings().weight.shape[0]
 

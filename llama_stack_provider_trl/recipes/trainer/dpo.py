@@ -71,7 +71,7 @@ class DpoRecipe(ScoresReference, PairRecipe):
     def __init__(self, *, spec: JobSpec, **arguments: Any) -> None:
         super().__init__(spec=spec, **arguments)
         if is_needed(spec) and not precomputes(spec):
-            self.ref_model = load_reference(spec, self.args.device, self.accelerator)
+            self.ref_model = load_reference(self)
 
     def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool) -> torch.Tensor:
         with self.scoring():

@@ -93,7 +93,7 @@ class GrpoRecipe(AnswersPrompts):
         if spec.compute.padding_free:
             self._batches = FlatGroups()
         fuse_head(self.policy, outputs=("log_probs",), temperature=spec.method.temperature)
-        self.ref_model = load_reference(spec, self.args.device, self.accelerator) if is_needed(spec) else None
+        self.ref_model = load_reference(self) if is_needed(spec) else None
         self._rewards.load_models(spec, self.args.device)
         self._correction: Correction | None = None
         self._sampling_log_probs: dict[int, list[list[float]]] = {}

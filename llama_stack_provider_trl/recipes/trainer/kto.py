@@ -117,7 +117,7 @@ class KtoRecipe(PreparedDatasets, ScoresReference, KTOTrainer):
             data_collator=self._collate,
             **arguments,
         )
-        self.ref_model = load_reference(spec, self.args.device, self.accelerator) if is_needed(spec) else None
+        self.ref_model = load_reference(self) if is_needed(spec) else None
         if spec.lora:
             set_adapter_dropout(self.model, spec.lora.dropout)
 
@@ -150,10 +150,22 @@ class KtoRecipe(PreparedDatasets, ScoresReference, KTOTrainer):
         inputs = self._prepare_inputs(inputs)
         mismatched, real = inputs["mismatched"], inputs["real"]
         forward = self._batches.forward_arguments(self.model, mismatched)
-        with torch.no_grad(), evaluating(self.model), no_recomputation(self.model), self._precision(), self.scoring():
+        with self._scoring_mismatched():
             logps = self._batches.log_probs(self.model(**forward), mismatched).float()
         logratios = logps - self.score_reference(mismatched)
         return torch.stack([(logratios * real).sum(), real.sum()])
+
+    def rehearse(self, arguments: dict[str, Any], *, training: bool) -> None:
+        super().rehearse(arguments, training=training)
+        if training and self._kto.estimates_kl:
+            with self._scoring_mismatched():
+                self.model(**arguments)
+
+    @contextmanager
+    def _scoring_mismatched(self) -> Iterator[None]:
+        """While this is open, forwards are those that the KL divergence is estimated by."""
+        with torch.no_grad(), evaluating(self.model), no_recomputation(self.model), self._precision(), self.scoring():
+            yield
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> torch.Tensor:
         with self.scoring():

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import broadcast
 from datasets import Dataset
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -25,7 +24,7 @@ from ...specs.model_source import ModelSource
 from ..data.images import digest_of
 from ..data.pieces import Pieces, pieces_of
 from ..distributed import ranks
-from ..fast.compiled import compile_blocks
+from ..fast.compiled import COMPILED, compile_blocks
 from ..fast.liger import use_liger
 from ..fast.lora import fuse_lora
 from ..fast.mlp import tile_mlp
@@ -118,9 +117,14 @@ def vocabulary_problem(tokenizer: PreTrainedTokenizerBase, source: ModelSource) 
     return ""
 
 
-def load_reference(spec: JobSpec, device: torch.device, accelerator: Accelerator) -> torch.nn.Module:
+def load_reference(trainer: Any) -> torch.nn.Module:
     """The reference model, frozen and ready to score; under FSDP2 each rank holds a part of every layer. Raises
-    JobFailure: invalid_model or invalid_request, as for the policy."""
+    JobFailure: invalid_model or invalid_request, as for the policy.
+
+    Args:
+        trainer: a RecipeTrainer that has its policy.
+    """
+    spec, device, accelerator = trainer.spec, trainer.args.device, trainer.accelerator
     storage = WeightStorage.of(spec)
     model = load_model(spec.reference_source, storage, device).requires_grad_(False).eval()
     set_attention(spec, model)
@@ -128,8 +132,10 @@ def load_reference(spec: JobSpec, device: torch.device, accelerator: Accelerator
         use_rows(model, device.type)
     use_liger(model, spec, device.type)
     tile_mlp(model, spec, device.type)
-    if spec.reference is not None and spec.reference.source is None and not precomputes(spec):
-        compile_blocks(model, spec, device.type)
+    if trainer.compiled_blocks.startswith(COMPILED) and not precomputes(spec):
+        found = compile_blocks(model, spec, device.type)
+        if not found.startswith(COMPILED):
+            trainer.compiled_blocks += f"; of the reference {found}"
     role = "teacher" if spec.method.has_teacher else "reference"
     check_length(model, spec.data.max_seq_length, f"the {role} {spec.reference_source.model!r}")
     fuse_head(model, outputs=("log_probs",), temperature=spec.method.temperature_of_scores)
@@ -230,7 +236,7 @@ class Precomputation:
         trainer, spec, world = self._trainer, self._spec, ranks.world_size()
         size = spec.data.evaluated_batch_size
         if trainer.ref_model is None and (is_sharded(spec) or spec.reference.source):
-            trainer.ref_model = load_reference(spec, trainer.args.device, trainer.accelerator)
+            trainer.ref_model = load_reference(trainer)
             if is_sharded(spec):
                 self._sharding = {"sharding": describe(trainer.ref_model, spec)}
         order = pair_lengths(rows, num_rows).argsort(descending=True, stable=True).tolist()

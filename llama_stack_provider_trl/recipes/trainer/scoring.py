@@ -42,7 +42,7 @@ class ScoresReference(RecipeTrainer):
 
     def rehearse(self, arguments: dict[str, Any], *, training: bool) -> None:
         super().rehearse(arguments, training=training)
-        if not precomputes(self.spec):
+        if (self.spec.reference is not None or self.spec.method.kl_weight) and not precomputes(self.spec):
             with self.as_reference() as model, self.scoring():
                 model(**arguments)
 
