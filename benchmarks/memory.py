@@ -166,9 +166,8 @@ def estimate_long_rows() -> None:
     from llama_stack_provider_trl.specs.job import SftSpec
 
     capacity = Capacity(GPU_BYTES)
-    print(
-        "| tokens | in CPU memory | activations | estimate | fits | keeps attention | repeats |\n|---|---|---|---|---|---|---|"
-    )
+    print("| tokens | in CPU memory | activations | estimate | fits | keeps attention | repeats |")
+    print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(prefix="trl-memory-") as name:
         write_8b(Path(name) / "model")
         for tokens in LONG_ROWS:

@@ -326,8 +326,8 @@ class ComputeSpec(Frozen):
     """Whether a LoRA layer computes its base product and its update as one operation (`recipes.fast.lora`), where that
     has the numbers of PEFT's own. auto: on cuda."""
     tile_mlp: TileMlp = "auto"
-    """Whether feed-forward networks and norms compute long batches in tiles of tokens (`recipes.fast.mlp`). auto: on cuda, in
-    jobs whose rows may be long. always: on any device, also where only batches are."""
+    """Whether networks and norms compute long batches in tiles of tokens (`recipes.fast.mlp`). auto: on cuda, in jobs
+    whose rows may be long. always: on any device, also where only batches are."""
     accumulator_bytes: int | None = Field(None, exclude=True)
     """Bytes that attention's backward pass may take to add in a fixed order, which an attempt decides itself, and
     writes nowhere (`recipes.micro_steps`); None: `fast.attention.LARGEST_ACCUMULATORS`."""
