@@ -52,7 +52,7 @@ from llama_stack_provider_trl.specs.rewards import RewardSource
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.process.peaks import most, sharded_peak
 from tests.required import in_full
-from tests.tiny import CACHE, REPOSITORY, _cached, tiny_model
+from tests.tiny import CACHE, REPOSITORY, _cached, tiny_decoder, tiny_model
 from tests.training import LORA, SAMPLES, dataset, job_spec, of_kind
 
 pytestmark = pytest.mark.process
@@ -103,7 +103,8 @@ def test_what_is_traced_is_what_a_real_step_holds(
 ) -> None:
     monkeypatch.setattr(mlp, "LONG", 128)
     monkeypatch.setattr(mlp, "TILE", 64)
-    spec, batch = job_spec(tmp_path, tiny_model(), algorithm, **settings), Batch(8, 64)
+    model = tiny_decoder("llama", intermediate_size=2048) if "tile_mlp" in settings else tiny_model()
+    spec, batch = job_spec(tmp_path, model, algorithm, **settings), Batch(8, 64)
     assert most(trace(spec, batch, "cpu").windows) == pytest.approx(most(held(spec, batch)), rel=0.01)
 
 
