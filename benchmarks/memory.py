@@ -4,6 +4,10 @@
 
 Each configuration is estimated first, in one process, and then trained for a few steps in a process of its own, from a
 random model that is written for it. The baseline, resident memory after the imports, is subtracted from the peak.
+
+    .venv/bin/python benchmarks/memory.py --long-rows
+
+estimates 8B with LoRA and one row of 32k, 64k and 128k tokens for a GPU of 80 GB, as its memory check does.
 """
 
 from __future__ import annotations
@@ -28,6 +32,11 @@ GIB = 1 << 30
 STEPS = 2
 """The optimizer has its state from the second one on, and so is the copy for the first one's checkpoint."""
 MARKERS = ("<!-- measured -->", "<!-- /measured -->")
+
+
+LONG_ROWS = (32_768, 65_536, 131_072)
+GPU_BYTES = int(79.1 * GIB)
+"""What torch reports of an H100 of 80 GB."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=int, nargs="+", metavar="N", help="numbers of the configurations to run")
     parser.add_argument("--estimates", action="store_true", help="train nothing")
+    parser.add_argument("--long-rows", action="store_true", help="estimate 8B with LoRA on a GPU of 80 GB, and no more")
     parser.add_argument("--write", type=Path, metavar="FILE", help="put the table between the marks of this file")
     parser.add_argument("--child", metavar="SPEC", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -130,6 +140,8 @@ def main() -> None:
     if options.child:
         return measure(Path(options.child))
     report = begin("torch", "trl", "transformers", "peft")
+    if options.long_rows:
+        return estimate_long_rows()
     numbers = options.only or range(1, len(CASES) + 1)
     results = []
     for result in run([(number, CASES[number - 1]) for number in numbers], not options.estimates):
@@ -140,6 +152,79 @@ def main() -> None:
     if not options.estimates:
         print(summary(results, report))
     return None
+
+
+def estimate_long_rows() -> None:
+    """Print what jobs of 8B with LoRA and one long row take on a GPU, and what its memory check decides."""
+    from datasets import Dataset
+
+    from llama_stack_provider_trl.recipes.data.sampling import BatchPlan
+    from llama_stack_provider_trl.recipes.memory.nearest import Capacity
+    from llama_stack_provider_trl.recipes.micro_steps import RowsOnDevice, fix_order
+    from llama_stack_provider_trl.recipes.preflight import check
+    from llama_stack_provider_trl.specs.job import SftSpec
+
+    capacity = Capacity(GPU_BYTES)
+    print("| tokens | in CPU memory | activations | estimate | fits | keeps attention | repeats |")
+    print("|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory(prefix="trl-memory-") as name:
+        write_8b(Path(name) / "model")
+        for tokens in LONG_ROWS:
+            dataset = Dataset.from_dict({"input_ids": [[1] * tokens], "labels": [[1] * tokens]})
+            on_device = RowsOnDevice(dataset, "cuda", lambda: (capacity, GPU_BYTES))
+            for offloads in (False, True):
+                spec = long_row(Path(name), SftSpec(), tokens, offloads)
+                plan = BatchPlan.of_job(spec)
+                spec, repeats = fix_order(spec, plan, on_device)
+                found = check(spec, on_device.largest_batch(spec, plan), "cuda", capacity)
+                cells = [
+                    f"{tokens:,}",
+                    *(f"{found[part] / GIB:.1f}" for part in ("host_offloaded_bytes", "activations_bytes")),
+                    f"{found['estimate_bytes'] / GIB:.1f}",
+                    *("yes" if found[part] else "no" for part in ("fits", "kept_attention")),
+                    repeats.partition(":")[0],
+                ]
+                print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def write_8b(directory: Path) -> None:
+    """The configuration of Llama 3.1 8B, without weights."""
+    from transformers import LlamaConfig
+
+    LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=LONG_ROWS[-1],
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    ).save_pretrained(directory)
+
+
+def long_row(folder: Path, method: Any, tokens: int, offloads: bool) -> JobSpec:
+    """A job of one row with adapters on every linear layer."""
+    from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, LoraSpec, OptimizerSpec
+
+    return JobSpec.of(
+        job_uuid="benchmark",
+        method=method,
+        model=str(folder / "model"),
+        output_name="benchmark",
+        checkpoint_dir=folder / "checkpoints",
+        dataset=DatasetRef(dataset_id="rows", path=folder / "rows", sha256="0" * 64, num_rows=1),
+        n_epochs=1,
+        batch_size=1,
+        max_seq_length=tokens,
+        dtype="bf16",
+        gradient_checkpointing=True,
+        activation_offloading=offloads,
+        optimizer=OptimizerSpec(learning_rate=1e-4),
+        lora=LoraSpec(target_modules=("q_proj", "k_proj", "v_proj", "o_proj"), mlp=True, rank=16, alpha=32),
+        device="cuda",
+    )
 
 
 def write_table(path: Path, table: str) -> None:

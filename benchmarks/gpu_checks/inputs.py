@@ -48,7 +48,9 @@ TEN_M = Shape("10M", 320, 6, 5, 5, 960, 4096)
 HUNDRED_M = Shape("100M", 768, 12, 12, 12, 2048, 16384)
 HALF_B = Shape("0.5B", 896, 24, 14, 2, 4864, 151_936)
 ONE_B = Shape("1B", 2048, 16, 32, 8, 8192, 128_256)
-SHAPES = {shape.name: shape for shape in (TINY, DEEP, TEACHER, TEN_M, HUNDRED_M, HALF_B, ONE_B)}
+EIGHT_B_WIDE = Shape("8B-wide", 4096, 4, 32, 8, 14336, 128_256)
+"""Four of the blocks of 8B."""
+SHAPES = {shape.name: shape for shape in (TINY, DEEP, TEACHER, TEN_M, HUNDRED_M, HALF_B, ONE_B, EIGHT_B_WIDE)}
 
 
 def model(setting: Setting, shape: Shape) -> Path:

@@ -38,6 +38,7 @@ CHECKS = (
     Check("packed attention", "gpu_checks.numerics:packed_attention", 120),
     Check("activation offloading", "gpu_checks.peak_memory:offloading", 90),
     Check("repeat and resume", "gpu_checks.recovery:repeat_and_resume", 120),
+    Check("repeat of a long row", "gpu_checks.recovery:repeat_a_long_row", 150),
     Check("memory estimate", "gpu_checks.peak_memory:estimate", 150),
     Check("export", "gpu_checks.numerics:export", 150),
     Check("fp16", "gpu_checks.numerics:fp16", 90),

@@ -368,7 +368,7 @@ class ProviderOptions(Documented, CheckedNames):
     fuse_lora: FuseLora = "auto"
     """Compute a LoRA layer's base product and its update as one operation, where numbers stay. `auto`: on cuda."""
     tile_mlp: TileMlp = "auto"
-    """Compute feed-forward networks of long batches in tiles. `auto`: on cuda, where rows have above 16,384 tokens."""
+    """Compute networks and norms of long batches in tiles. `auto`: on cuda, where rows have above 16,384 tokens."""
     keep_attention: KeepAttention = "auto"
     """With activation checkpointing: keep outputs of attention. `auto`: on cuda, of long rows, where they fit."""
     compile_blocks: CompileBlocks = "auto"

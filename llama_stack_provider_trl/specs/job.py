@@ -326,8 +326,8 @@ class ComputeSpec(Frozen):
     """Whether a LoRA layer computes its base product and its update as one operation (`recipes.fast.lora`), where that
     has the numbers of PEFT's own. auto: on cuda."""
     tile_mlp: TileMlp = "auto"
-    """Whether the feed-forward networks compute long batches in tiles of tokens (`recipes.fast.mlp`). auto: on cuda, in
-    jobs whose rows may be long. always: on any device, also where only batches are."""
+    """Whether networks and norms compute long batches in tiles of tokens (`recipes.fast.mlp`). auto: on cuda, in jobs
+    whose rows may be long. always: on any device, also where only batches are."""
     accumulator_bytes: int | None = Field(None, exclude=True)
     """Bytes that attention's backward pass may take to add in a fixed order, which an attempt decides itself, and
     writes nowhere (`recipes.micro_steps`); None: `fast.attention.LARGEST_ACCUMULATORS`."""
@@ -604,7 +604,7 @@ class JobSpec(Frozen):
         return _is_chosen(self.compute.fuse_lora, device)
 
     def tiles_mlp(self, device: str) -> bool:
-        """Whether feed-forward networks may compute in tiles on a device, named as in `may_merge`."""
+        """Whether networks and norms may compute in tiles on a device, named as in `may_merge`."""
         return _is_chosen(self.compute.tile_mlp, device)
 
     def keeps_attention(self, device: str) -> bool:

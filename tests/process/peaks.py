@@ -34,8 +34,11 @@ def sharded_peak(spec: JobSpec, batch: memory.Batch) -> int:
             with torch.device("meta"):
                 model = memory._built(config, spec.source, spec)
                 memory.use_rows(model, "cuda")
+                memory.tile_mlp(model, spec, "cuda")
                 memory.fuse_head(model, ("log_probs", "is_top1"))
                 trained = get_peft_model(model, memory.adapter_config(model, spec.lora)) if spec.lora else model
+                if spec.lora:
+                    memory.fuse_lora(trained, spec, "cuda")
             stack.enter_context(memory.traced_attention(packed=False))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             memory._make_fake(trained)
@@ -43,7 +46,11 @@ def sharded_peak(spec: JobSpec, batch: memory.Batch) -> int:
                 weight.data = weight.data.float() if weight.requires_grad else weight.data
             trained.train()
             if spec.compute.gradient_checkpointing:
-                model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+                model.activation_checkpointing_enable(
+                    activation_checkpointing_kwargs=memory.checkpoint_arguments(spec, "cuda")
+                )
+                if spec.lora:
+                    model.enable_input_require_grads()
             keeps = spec.sharding is not None and spec.sharding.strategy == "SHARD_GRAD_OP"
             options = {"mesh": mesh, "mp_policy": mixed_precision(torch.bfloat16)}
             inputs, head = model.get_input_embeddings(), model.get_output_embeddings()

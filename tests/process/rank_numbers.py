@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from llama_stack_provider_trl.specs.events import Evaluated, Failed, Progress
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, ShardingSpec
@@ -14,6 +16,7 @@ from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, SFT_ROWS, job_spec, of_kind
 
 GLOBAL_BATCH = 4
+_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 ROWS = {"sft": SFT_ROWS[:11], "dpo": DPO_ROWS[:11]}  # the last batch of an epoch is not full
@@ -37,8 +40,27 @@ def spec_of(root: Path, algorithm: str, ranks: int, strategy: str = "FULL_SHARD"
     )
 
 
+class _AttentionOnce(TorchDispatchMode):
+    """Fails where a backward pass computes attention."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        in_backward = torch._C._current_graph_task_id() >= 0
+        assert func is not _ATTENTION or not in_backward, "attention is computed again"
+        return func(*args, **(kwargs or {}))
+
+
+def fail_where_attention_is_computed_again() -> None:
+    """For each rank of a job that keeps outputs of attention."""
+    _AttentionOnce().__enter__()
+
+
 def trained(ranks: Ranks, root: Path, spec: JobSpec, resume_from: Path | None = None) -> list[Any]:
-    codes, events = ranks.run(root / "run", spec, resume_from)
+    more: dict[str, Any] = {}
+    if spec.ranks > 1 and spec.compute.keep_attention == "always":
+        more["before"] = f"{__name__}.{fail_where_attention_is_computed_again.__name__}"
+    if spec.ranks > 1 and spec.compute.tile_mlp == "always":
+        more["constants"] = {"fast.mlp.LONG": 20, "fast.mlp.TILE": 8}  # one rank computes whole batches
+    codes, events = ranks.run(root / "run", spec, resume_from, **more)
     assert codes == [0] * spec.ranks, [event.message for event in of_kind(events, Failed)]
     return events
 

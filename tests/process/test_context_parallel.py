@@ -26,6 +26,7 @@ from tests.training import LORA, SAMPLES, of_kind, sampled
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
+LONG_ROWS = {"gradient_checkpointing": True, "keep_attention": "always", "tile_mlp": "always"}
 ONE_KEY_HEAD = {"num_key_value_heads": 1}
 WINDOW = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
 
@@ -57,7 +58,7 @@ def assert_equal(one: tuple[JobSpec, list[Any]], other: tuple[JobSpec, list[Any]
     ("ranks_of_job", "strategy", "changes"),
     [
         pytest.param(2, "NO_SHARD", {"samples": SAMPLES}, id="ddp"),
-        pytest.param(2, "FULL_SHARD", {"lora": LORA, "gradient_checkpointing": True, "fuse_lora": "always"}, id="lora"),
+        pytest.param(2, "FULL_SHARD", {"lora": LORA, "fuse_lora": "always", **LONG_ROWS}, id="lora"),
         pytest.param(4, "FULL_SHARD", {"model": ("qwen3", ONE_KEY_HEAD), "batch_size": 1}, id="two-groups"),
         pytest.param(2, "FULL_SHARD", {"packed": True, "max_seq_length": 96, "model": ("qwen2", WINDOW)}, id="packed"),
         *in_full(pytest.param(2, "FULL_SHARD", {}, id="all-weights")),

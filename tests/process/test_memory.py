@@ -52,7 +52,7 @@ from llama_stack_provider_trl.specs.rewards import RewardSource
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.process.peaks import most, sharded_peak
 from tests.required import in_full
-from tests.tiny import CACHE, REPOSITORY, _cached, tiny_model
+from tests.tiny import CACHE, REPOSITORY, _cached, tiny_decoder, tiny_model
 from tests.training import LORA, SAMPLES, dataset, job_spec, of_kind
 
 pytestmark = pytest.mark.process
@@ -69,6 +69,7 @@ SHAPES: dict[str, dict[str, int]] = {
 """Llama 2's (arXiv:2307.09288)."""
 GIB = 2**30
 NO_SHARD = ShardingSpec(strategy="NO_SHARD")
+LONG_ROW = {"lora": LORA, "gradient_checkpointing": True, "max_seq_length": 32768}
 
 
 def shaped(layers: int, **more: Any) -> Path:
@@ -86,6 +87,7 @@ def shaped(layers: int, **more: Any) -> Path:
         ("sft", {"packed": True}),
         ("sft", {"padding_free": False}),
         ("dpo", {"gradient_checkpointing": True}),
+        ("sft", {**LONG_ROW, "keep_attention": "always", "tile_mlp": "always"}),
         *in_full(
             ("sft", {"gradient_checkpointing": True, "checkpoint_every": 2}),
             ("sft", {"qat": QatSpec(quantizer_name="Int8DynActInt4WeightQATQuantizer", group_size=32)}),
@@ -96,8 +98,13 @@ def shaped(layers: int, **more: Any) -> Path:
         ),
     ],
 )
-def test_what_is_traced_is_what_a_real_step_holds(tmp_path: Path, algorithm: str, settings: dict[str, Any]) -> None:
-    spec, batch = job_spec(tmp_path, tiny_model(), algorithm, **settings), Batch(8, 64)
+def test_what_is_traced_is_what_a_real_step_holds(
+    tmp_path: Path, algorithm: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlp, "LONG", 128)
+    monkeypatch.setattr(mlp, "TILE", 64)
+    model = tiny_decoder("llama", intermediate_size=2048) if "tile_mlp" in settings else tiny_model()
+    spec, batch = job_spec(tmp_path, model, algorithm, **settings), Batch(8, 64)
     assert most(trace(spec, batch, "cpu").windows) == pytest.approx(most(held(spec, batch)), rel=0.01)
 
 
@@ -151,8 +158,11 @@ def held(spec: JobSpec, batch: Batch) -> Sequence[memory.Window]:
             activation_checkpointing_kwargs=checkpoint_arguments(spec, "cpu"),
             every_n_layers=spec.compute.checkpoint_every,
         )
+        if spec.lora:
+            model.enable_input_require_grads()
     if spec.compute.padding_free:
         use_rows(model, "cpu")
+    mlp.tile_mlp(model, spec, "cpu")
     add_fused_lm_head(model, outputs=("log_probs", "is_top1") if algorithm == "sft" else ("log_probs",))
     if spec.lora:
         model = get_peft_model(model, adapter_config(model, spec.lora))
@@ -480,6 +490,9 @@ def test_a_prompt_of_grpo_is_trained_once_and_read_for_each_answer(tmp_path: Pat
             (64, "FULL_SHARD", False, {}, 1.4),
             (8, "SHARD_GRAD_OP", False, {}, 1.4),
             (8, "SHARD_GRAD_OP", False, {"lora": LORA}, 1.15),
+            # What is gathered at most in the forward pass is added to the activations of the backward pass.
+            (8, "FULL_SHARD", False, LONG_ROW, 1.35),
+            (8, "FULL_SHARD", False, {**LONG_ROW, "keep_attention": "always"}, 1.3),
         ),
     ],
 )
@@ -488,8 +501,9 @@ def test_what_sharded_ranks_gather_is_counted_as_torchs_own_tracker_counts_it(
 ) -> None:
     """Blocks of 8B, with its vocabulary."""
     shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
-    model, batch = shaped(4, **shape, vocab_size=128256, tie_word_embeddings=tied), Batch(1, 1024)
+    model = shaped(4, **shape, vocab_size=128256, tie_word_embeddings=tied)
     spec = job_spec(tmp_path, model, ranks=ranks, sharding=ShardingSpec(strategy=strategy), dtype="bf16", **changes)
+    batch = Batch(1, changes.get("max_seq_length", 1024))
     found, tracked = estimate(spec, batch, "cuda"), sharded_peak(spec, batch)
     # The tracker sees no optimizer, and no sums of flash attention, which computes on a CPU there.
     counted = found.total - found.overhead - found.optimizer - estimates.flash_bytes(spec, batch, "cuda")

@@ -80,11 +80,13 @@ def generated(directory: Path, spec: JobSpec) -> list[str]:
     return texts
 
 
+LONG_ROWS = {"gradient_checkpointing": True, "keep_attention": "always", "tile_mlp": "always"}
 CASES = [
     pytest.param(algorithm, strategy, changes, id=f"{algorithm}-{strategy}-{name}")
     for algorithm, strategy, name, changes in (
         ("dpo", "FULL_SHARD", "promised", {"method": DpoSpec(reward_scale=1.0, reward_clip=5.0), "n_epochs": 7}),
-        ("sft", "FULL_SHARD", "adapters", {"lora": LORA, "fuse_lora": "always", "gradient_checkpointing": True}),
+        ("sft", "FULL_SHARD", "adapters", {"lora": LORA, "fuse_lora": "always", **LONG_ROWS}),
+        ("sft", "NO_SHARD", "long-rows", LONG_ROWS),
         *in_full(
             ("sft", "HYBRID_SHARD", "accumulating", {"gradient_accumulation_steps": 2}),  # below, and over two nodes
             ("sft", "FULL_SHARD", "checkpointing", {"gradient_checkpointing": True}),  # test_quantization.py
@@ -105,6 +107,7 @@ def test_two_ranks_train_what_one_process_trains(
     events = trained(ranks, tmp_path, together)
     assert_same_numbers(numbers(events), numbers(expected))
     (prepared,) = of_kind(events, Prepared)
+    assert prepared.effective.get("kept_attention") == ("used" if "keep_attention" in changes else None)
     assert prepared.num_rows == 11
     assert prepared.effective["token_cache"].keys() == {"train_dataset", "validation_dataset"}
     kept = [path.suffix for path in (tmp_path / "tokens").iterdir() if path.suffix != ".lock"]

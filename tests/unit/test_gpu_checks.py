@@ -278,6 +278,18 @@ FAULTS: dict[str, tuple[Judge, tuple[Any, ...], dict[str, tuple[Any, ...]]]] = {
             ),
         },
     ),
+    "repeat of a long row": (
+        recovery.judge_resume,
+        (job(), job(), LAST, True),
+        {
+            "two equal jobs differ although their record says that they repeat": (
+                job(),
+                job(weights="other"),
+                LAST,
+                True,
+            )
+        },
+    ),
     "memory estimate": (
         peak_memory.judge_estimate,
         ([MEASURED, MEASURED],),

@@ -75,7 +75,8 @@ def attend_in_rows(
             queries, *own = next(parts)
             keys, values = (torch.cat(both, dim=2) for both in zip(shared, own, strict=True))
             outputs.append(attend(queries, keys, values))
-    return torch.cat([output.transpose(1, 2) for output in outputs], dim=1), None
+    outputs = [output.transpose(1, 2) for output in outputs]
+    return outputs[0].contiguous() if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
 
 def check_scores(module: torch.nn.Module, attention_mask: torch.Tensor | None, others: Mapping[str, Any]) -> None:
