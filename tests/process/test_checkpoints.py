@@ -19,7 +19,6 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes import session
 from llama_stack_provider_trl.recipes.checkpoint import export as exporting
 from llama_stack_provider_trl.recipes.checkpoint import optimizer_state, random_state, shards
@@ -506,15 +505,6 @@ def test_the_rows_of_a_step_are_put_into_batches_by_length(world_size: int) -> N
         assert [row == 20 for row in step] == [row == 20 for row in expected]  # fillers are the last ones
 
 
-def test_the_position_is_stored_in_rows(whole: Whole) -> None:
-    spec, _ = whole("sft-sharded")
-    found = [
-        json.loads((spec.checkpoint_dir / f"checkpoint-{step}" / "recipe_state.json").read_text()) for step in (2, 4)
-    ]
-    assert [(state["step"], state["epoch"], state["row"]) for state in found] == [(2, 0, 8), (4, 1, 4)]
-    assert [(state["rows_per_step"], state["world_size"]) for state in found] == [(4, 2), (4, 2)]
-
-
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_a_step_takes_the_same_rows_under_every_batch_plan(world_size: int, batch_size: int) -> None:
@@ -553,10 +543,3 @@ def test_a_resumed_job_counts_more_tokens_than_a_float32_can(tmp_path: Path) -> 
     for _ in range(3):
         TrainingMetrics.add_tokens(trainer, torch.tensor(1))
     assert float(trainer.num_tokens) == trained + 3
-
-
-def test_a_checkpoint_of_other_rows_per_step_is_refused_with_what_they_are_the_product_of(tmp_path: Path) -> None:
-    (tmp_path / "recipe_state.json").write_text(json.dumps({"num_tokens": 0.0, "rows_per_step": 2}))
-    trainer: Any = SimpleNamespace(batch_plan=SimpleNamespace(rows_per_step=3))
-    with pytest.raises(JobFailure, match=r"takes 3: choose .* x ranks / context_parallel_size = 2"):
-        StepCheckpoints.restore(trainer, tmp_path)

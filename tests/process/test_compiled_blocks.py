@@ -132,11 +132,11 @@ def losses(events: list[Event]) -> list[float]:
 RANKS = "of several ranks only those of FULL_SHARD and SHARD_GRAD_OP without cpu_offload are"
 OF_DPO = "of DPO only those with LoRA or of one process are, whose reference is the base model"
 CASES = [
-    pytest.param("sft", {"lora": LORA, "fuse_lora": "always", "validation_rows": 5}, 3, id="lora"),
+    pytest.param("sft", {"gradient_checkpointing": True}, 1, id="checkpointing"),
     *in_full(
+        pytest.param("sft", {"lora": LORA, "fuse_lora": "always", "validation_rows": 5}, 3, id="lora"),
         pytest.param("dpo", {"validation_rows": 5}, 3, id="dpo"),
         pytest.param("dpo", {"lora": LORA, "fuse_lora": "always", "validation_rows": 5}, 5, id="dpo-lora"),
-        pytest.param("sft", {"gradient_checkpointing": True}, 1, id="checkpointing"),
         pytest.param("sft", {}, 1, id="sft"),
         pytest.param("sft", {"validation_rows": 5}, 2, id="sft-evaluated"),
         pytest.param("sft", {"lora": LORA, "fuse_lora": "never", "validation_rows": 5}, 3, id="lora-of-peft"),

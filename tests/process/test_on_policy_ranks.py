@@ -89,8 +89,12 @@ def test_two_ranks_give_the_answers_and_weights_of_one_process_and_continue_exac
     ("lora", "sync", "strategy"),
     [
         (LORA, "adapter", "FULL_SHARD"),
-        (None, "weights", "NO_SHARD"),
-        *in_full((LORA, "adapter", "NO_SHARD"), (None, "weights", "FULL_SHARD"), (LORA, "weights", "FULL_SHARD")),
+        *in_full(
+            (None, "weights", "NO_SHARD"),
+            (LORA, "adapter", "NO_SHARD"),
+            (None, "weights", "FULL_SHARD"),
+            (LORA, "weights", "FULL_SHARD"),
+        ),
     ],
 )
 def test_each_of_two_ranks_has_a_vllm_which_gives_the_answers_of_one_process(
