@@ -42,10 +42,10 @@ from llama_stack_provider_trl.specs.events import (
 )
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, ShardingSpec
 from llama_stack_provider_trl.system.files import LATEST, MANIFEST, damage, is_whole, write_manifest
-from tests.ranks import Ranks
+from tests.ranks import Ranks, trained
 from tests.required import in_full
 from tests.tiny import tiny_model
-from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind, run
+from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, losses, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 ROWS = {"sft": SFT_ROWS[:11], "dpo": DPO_ROWS[:11]}  # with 4 a step, the third of an epoch is short
@@ -66,16 +66,6 @@ def spec_of(
         "num_threads": 1,
     }
     return job_spec(root, tiny_model(tied=algorithm == "sft"), algorithm, **{**fields, **changes})
-
-
-def trained(ranks: Ranks, run_dir: Path, spec: JobSpec, resume_from: Path | None = None, **how: Any) -> list[Event]:
-    codes, events = ranks.run(run_dir, spec, resume_from, **how)
-    assert set(codes) == {0}, [event.message for event in of_kind(events, Failed)]
-    return events
-
-
-def losses(events: list[Event]) -> list[float]:
-    return [point.metrics["loss"] for point in of_kind(events, Progress)]
 
 
 Whole = Callable[[str], tuple[JobSpec, list[Event]]]

@@ -32,11 +32,11 @@ from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, ReferenceSpec, 
 from llama_stack_provider_trl.specs.methods import CpoSpec
 from llama_stack_provider_trl.specs.model_source import ModelSource
 from llama_stack_provider_trl.specs.preflight import PreflightSpec, PreviewSpec
-from tests.process.image_jobs import RATE, SGD, image_job, losses
+from tests.process.image_jobs import RATE, SGD, image_job
 from tests.ranks import Ranks
 from tests.required import in_full
 from tests.tiny_vision import FAMILIES, IMAGE_TOKENS, image_pairs, picture, tiny_vision_model, uri
-from tests.training import LORA, of_kind, run
+from tests.training import LORA, losses, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 BETA = 0.5

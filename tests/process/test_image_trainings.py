@@ -27,12 +27,12 @@ from llama_stack_provider_trl.specs.events import (
 )
 from llama_stack_provider_trl.specs.job import JobSpec, RowNames
 from llama_stack_provider_trl.specs.model_source import ModelSource
-from tests.process.image_jobs import RATE, image_job, losses
+from tests.process.image_jobs import RATE, image_job
 from tests.ranks import Ranks
 from tests.required import in_full
 from tests.tiny import tiny_model
 from tests.tiny_vision import IMAGE_TOKENS, image_rows, picture, tiny_vision_model, uri
-from tests.training import LORA, SFT_ROWS, dataset, job_spec, of_kind, run
+from tests.training import LORA, SFT_ROWS, dataset, job_spec, losses, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 

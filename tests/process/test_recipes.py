@@ -29,13 +29,9 @@ from llama_stack_provider_trl.specs.job import DpoSpec, LoraSpec, OptimizerSpec
 from tests.process.plain_trl import as_chat, load, logged_losses, plain_arguments
 from tests.required import FULL, in_full
 from tests.tiny import shared_dir, tiny_model, tiny_tokenizer
-from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind, run
+from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, losses, of_kind, run
 
 pytestmark = pytest.mark.process
-
-
-def losses(events: list[Any]) -> list[float]:
-    return [event.metrics["loss"] for event in of_kind(events, Progress)]
 
 
 def logits(model: Any) -> Any:
