@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_stack_provider_trl import faults
-from llama_stack_provider_trl.specs.events import Event, iter_events
+from llama_stack_provider_trl.specs.events import Event, Failed, iter_events
 from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec
 from llama_stack_provider_trl.system.files import RunDir
 from llama_stack_provider_trl.system.process import die_with_parent
@@ -221,3 +221,10 @@ def _count(function: str, calls: Path) -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def trained(ranks: Ranks, run_dir: Path, spec: JobSpec, resume_from: Path | None = None, **how: Any) -> list[Any]:
+    """The events of an attempt that succeeds."""
+    codes, events = ranks.run(run_dir, spec, resume_from, **how)
+    assert set(codes) == {0}, [event.message for event in events if isinstance(event, Failed)]
+    return events

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from llama_stack_provider_trl.recipes import train
-from llama_stack_provider_trl.specs.events import Event, Sampled, iter_events
+from llama_stack_provider_trl.specs.events import Event, Failed, Finished, Progress, Sampled, iter_events
 from llama_stack_provider_trl.specs.job import (
     AttemptSpec,
     DatasetRef,
@@ -112,3 +113,20 @@ def sampled(events: Iterable[Event]) -> list[tuple[str, int, list[str]]]:
 
 def of_kind[E](events: Iterable[Event], kind: type[E]) -> list[E]:
     return [event for event in events if isinstance(event, kind)]
+
+
+def losses(events: Iterable[Any]) -> list[float]:
+    """Those of the steps, in order."""
+    return [event.metrics["loss"] for event in of_kind(events, Progress)]
+
+
+def result_of(events: list[Event]) -> dict[str, Any]:
+    assert not of_kind(events, Failed), of_kind(events, Failed)
+    (found,) = (event.result for event in of_kind(events, Finished))
+    assert found is not None
+    return found
+
+
+def digests(spec: JobSpec) -> dict[str, str]:
+    files = (spec.checkpoint_dir / "final").glob("*.safetensors")
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

@@ -84,3 +84,9 @@ def trains(bed: Bed, job_uuid: str, attempt: int = 1, beyond: int = 0) -> Json |
     return (
         resources if resources["state"] == "in_progress" and resources["attempt"] == attempt and step > beyond else None
     )
+
+
+def completed(bed: Bed, job_uuid: str) -> Json:
+    status = bed.wait_for_end(job_uuid)
+    assert status["status"] == "completed", status
+    return dict(status["resources_allocated"])

@@ -10,8 +10,7 @@ import pytest
 from llama_stack_provider_trl.system.files import sha256_of
 from tests.cluster.asking import WORKERS, ask, with_questions
 from tests.cluster.bed import Bed, Machine
-from tests.cluster.jobs import machines_of, prepared, ready, resources_of
-from tests.contract.stack import Json
+from tests.cluster.jobs import completed, machines_of, prepared, ready, resources_of
 from tests.required import IN_FULL
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
@@ -36,12 +35,6 @@ def held(bed: Bed, point: str) -> None:
 
 def machine_of(bed: Bed, job_uuid: str) -> Machine:
     return machines_of(bed, resources_of(bed, job_uuid))[0]
-
-
-def completed(bed: Bed, job_uuid: str) -> Json:
-    status = bed.wait_for_end(job_uuid)
-    assert status["status"] == "completed", status
-    return dict(status["resources_allocated"])
 
 
 @IN_FULL  # CI: tests/contract/test_node_answers.py with agents that a test plays, test_replicas.py with real ranks

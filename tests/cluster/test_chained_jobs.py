@@ -10,7 +10,7 @@ import pytest
 from llama_stack_provider_trl.system.files import sha256_of
 from tests.cluster.asking import WORKERS, ask, with_questions
 from tests.cluster.bed import Bed
-from tests.cluster.jobs import has_saved, machines_of, prepared, ready, resources_of
+from tests.cluster.jobs import completed, has_saved, machines_of, prepared, ready, resources_of
 from tests.contract.payloads import LORA
 from tests.contract.stack import DPO, SFT, Json
 from tests.required import IN_FULL
@@ -47,12 +47,6 @@ def of_a_teacher(job_uuid: str, **options: Any) -> Json:
 def submit(bed: Bed, route: str, body: Json) -> None:
     answer = bed.post(route, body)
     assert answer.status_code == 200, answer.text
-
-
-def completed(bed: Bed, job_uuid: str) -> Json:
-    status = bed.wait_for_end(job_uuid)
-    assert status["status"] == "completed", status
-    return dict(status["resources_allocated"])
 
 
 def weights_of(bed: Bed, job_uuid: str) -> dict[str, str]:

@@ -16,6 +16,7 @@ import pytest
 from llama_stack_provider_trl.system.files import tail
 from llama_stack_provider_trl_remote.cli.main import main
 from tests.cluster.bed import NODE_TOKEN, Bed, Machine
+from tests.required import IN_FULL
 
 pytest.importorskip("zeroconf")
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -41,6 +42,7 @@ server.serve_forever()
 """
 
 
+@IN_FULL  # CI: tests/contract/test_discovery_probe.py, tests/unit/test_discovery.py
 def test_discovery_finds_agents_a_service_and_ollama_and_counts_machines(
     bed: Bed, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ from tests.tutorials import TWO_MACHINES, commands, job
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 
+@IN_FULL  # CI: numbers and files of two nodes in tests/process/test_nodes.py; two machines train below
 def test_two_machines_train_what_two_ranks_of_one_do(bed: Bed) -> None:
     prepared(bed, "a", "b")
     head, a, b = bed.machines
@@ -210,6 +211,7 @@ def test_without_a_spare_it_waits_names_the_node_and_continues_when_it_is_back(b
     bed.nothing_is_left()
 
 
+@IN_FULL  # CI: tests/contract/test_service_nodes.py; what agents do meanwhile, in tests/unit/test_agent.py
 def test_a_service_that_is_killed_and_started_again_stops_no_training(bed: Bed) -> None:
     """Its own machine is one of the two."""
     prepared(bed, "a")

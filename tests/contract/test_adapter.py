@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import requests
 from llama_stack.core.datatypes import StackRunConfig
 from llama_stack.core.distribution import get_provider_registry
-from llama_stack_client import LlamaStackClient
 
 from llama_stack_provider_trl import provider as inline_provider
 from llama_stack_provider_trl.stack.compat import Api
 from llama_stack_provider_trl_remote import provider as remote_provider
 from tests.contract.payloads import PAIRS, QUESTIONS, promised, sft
 from tests.contract.remote_stack import TOKEN, RemoteStack, running_remote_stack
-from tests.contract.stack import DPO, LLAMA, SFT, Json, poll
+from tests.contract.stack import DPO, LLAMA, SFT, Json
 from tests.tiny import REPOSITORY, tiny_model
 
 pytestmark = pytest.mark.contract
@@ -100,68 +97,6 @@ def test_provider_options_reach_the_service_and_are_refused_there_by_name(stack:
     stack.wait("options", "cancelled", timeout=20)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model": "/nowhere"}, "model='/nowhere' is not supported"),
-        ({"logger_config": {"type": "wandb"}}, "logger_config="),
-        ({"job_uuid": "a/b"}, "job_uuid='a/b' is not supported"),
-        ({"training_config": {"n_epochs": 1}}, "training_config.data_config=None is not supported"),
-    ],
-)
-def test_what_the_service_refuses_is_a_400_with_its_sentence(stack: RemoteStack, changes: Json, message: str) -> None:
-    stack.register("refusals", QUESTIONS)
-    answer = stack.post(SFT, {**sft("refusal", "refusals"), **changes})
-    assert answer.status_code == 400
-    assert message in answer.json()["detail"]
-
-
-def test_bad_rows_and_unknown_datasets_are_named(stack: RemoteStack) -> None:
-    answer = stack.post(SFT, sft("no-rows", "nowhere"))
-    assert answer.status_code == 400
-    assert "training_config.data_config.dataset_id='nowhere' is not supported" in answer.json()["detail"]
-    stack.register("bad", [*QUESTIONS, {"what": "ever"}])
-    answer = stack.post(SFT, sft("bad-rows", "bad"))
-    assert answer.status_code == 400
-    assert "dataset 'bad', row 8: " in answer.json()["detail"]
-    assert not {"no-rows", "bad-rows"} & set(stack.jobs())
-
-
-def test_unknown_jobs_are_404_and_ended_ones_409(stack: RemoteStack, done: Json) -> None:
-    for call in ("status", "artifacts"):
-        answer = stack.get(f"/post-training/job/{call}", job_uuid="nobody")
-        assert answer.status_code == 404
-        assert "job 'nobody' not found" in answer.json()["detail"]
-    assert stack.cancel("nobody").status_code == 404
-    answer = stack.cancel("promised")
-    assert answer.status_code == 409
-    assert "completed already" in answer.json()["detail"]
-
-
-def test_the_client_drives_jobs_through_it(stack: RemoteStack) -> None:
-    client = LlamaStackClient(base_url=stack.url, max_retries=0, provider_data={"trl": {"logging_steps": 2}})
-    source: Any = {"type": "rows", "rows": QUESTIONS}
-    client.datasets.register(dataset_id="client-rows", purpose="post-training/messages", source=source)
-    post_training = client.alpha.post_training
-    post_training.supervised_fine_tune(
-        job_uuid="client",
-        model=str(tiny_model()),
-        training_config={
-            "n_epochs": 1000,
-            "gradient_accumulation_steps": 1,
-            "data_config": {"dataset_id": "client-rows", "batch_size": 1, "shuffle": True, "data_format": "instruct"},
-        },
-        hyperparam_search_config={},
-        logger_config={},
-    )
-    assert "client" in [job.job_uuid for job in post_training.job.list()]
-    effective = post_training.job.status(job_uuid="client").resources_allocated["effective_config"]
-    assert effective["logging_steps"] == 2
-    post_training.job.cancel(job_uuid="client")
-    poll(lambda: post_training.job.status(job_uuid="client").status == "cancelled", "it is cancelled", timeout=20)
-    assert post_training.job.artifacts(job_uuid="client").job_uuid == "client"
-
-
 def test_the_token_is_in_no_answer_and_no_log(stack: RemoteStack, done: Json) -> None:
     providers = stack.get("/providers").text
     assert stack.service.url in providers
@@ -186,23 +121,6 @@ def test_a_service_that_is_down_is_a_502_that_names_it_and_jobs_are_back_with_it
         assert "./scripts/run-remote-fsdp-server.sh" in answer.json()["detail"]
     stack.service.start()
     assert stack.status("promised") == done
-
-
-def test_neither_adapter_nor_registration_import_torch_or_fastapi_of_their_own(stack: RemoteStack, done: Json) -> None:
-    script = """
-import sys
-import llama_stack_provider_trl.stack.compat  # Llama Stack itself brings fastapi
-before = set(sys.modules)
-import llama_stack_provider_trl_remote.provider, llama_stack_provider_trl_remote.adapter
-new = {name.partition(".")[0] for name in set(sys.modules) - before}
-heavy = {"torch", "trl", "transformers", "datasets", "peft", "accelerate", "fastapi", "uvicorn", "starlette", "sqlite3"}
-print(*sorted(new & heavy))
-"""
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=REPOSITORY)
-    assert found.stdout.split() == []
-    maps = Path(f"/proc/{stack.pid}/maps")
-    if maps.exists():
-        assert "libtorch" not in maps.read_text()
 
 
 def test_the_specs_in_providers_d_match_the_packages(tmp_path: Path) -> None:

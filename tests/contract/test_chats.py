@@ -463,23 +463,6 @@ def test_the_quickstart_asks_the_base_and_the_tuned_model_the_same(
     assert [sum(line.startswith(f"  {title} ") for line in lines) for title in ("base", "tuned")] == [3, 3]
 
 
-@IN_FULL  # those of test_adapters_of_one_base_share_a_process_and_answer_beside_each_other are 18 at once
-def test_a_hundred_chats_at_once_are_all_answered(service: TrainingService) -> None:
-    models = ["ft:adapter", str(tiny_model()), "job:adapter/checkpoint-20"]
-    with ThreadPoolExecutor(100) as pool:
-        answers = list(
-            pool.map(
-                lambda number: requests.post(
-                    f"{service.url}/openai/v1{CHAT}",
-                    json=chat_body(models[number % 3], PROMPTS[number % len(PROMPTS)], max_tokens=4),
-                    timeout=120,
-                ),
-                range(100),
-            )
-        )
-    assert {answer.status_code for answer in answers} == {200}
-
-
 @IN_FULL
 def test_a_hundred_chats_at_once_stay_within_the_memory_limit(tmp_path: Path) -> None:
     """A process with this model and without chats takes half of the limit. -rP prints the numbers."""

@@ -1,5 +1,5 @@
-"""The dashboard in a real Chromium, over jobs that nothing trains: hostile texts, 10,000 jobs, 200,000 points, a log of
-2 GiB; by keyboard, with scripts off, without a service. Needs playwright and Debian's chromium (or TRL_CHROMIUM)."""
+"""The dashboard in a real Chromium, over jobs that nothing trains: hostile texts, 10,000 jobs, 200,000 points;
+by keyboard, with scripts off. Needs playwright and Debian's chromium (or TRL_CHROMIUM)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from llama_stack_provider_trl_remote.service.pages.list_view import brief, count
 from llama_stack_provider_trl_remote.service.pages.rendering import duration, number, size, step_time
 from tests.contract import browser
 from tests.contract.browser import Window
-from tests.contract.dashboard import dashboard
 from tests.contract.ended import add_ended_job
 from tests.contract.payloads import LORA, QUESTIONS, sft
 from tests.contract.stack import SFT, poll
@@ -36,12 +34,11 @@ from tests.contract.stored_jobs import (
     add_running,
     add_search,
     add_step,
-    add_verbose,
     complete,
 )
 from tests.contract.unsupervised import unsupervised
 from tests.fakes import job_spec
-from tests.required import in_full
+from tests.required import IN_FULL, in_full
 from tests.security.guarded import TOKENS, Guarded
 from tests.tiny import tiny_model
 
@@ -65,7 +62,6 @@ def service(tmp_path_factory: pytest.TempPathFactory, chromium: Any) -> Iterator
         add_ended_job,
         add_many,
         add_long,
-        add_verbose,
         add_hostile,
         lambda data_dir: add_running(data_dir, "writes"),
         lambda data_dir: add_answered(data_dir, "asked-before", [False, True, False, *[True] * 30]),
@@ -294,18 +290,6 @@ RUNS = """Object.fromEntries([...document.querySelector(".chart").data].filter((
 """Jobs that the first chart shows -> opacity of their curves."""
 
 
-def test_a_log_of_2_gb_with_a_line_of_50_mb_stops_neither_page_nor_service(window: Window, service: Guarded) -> None:
-    window.login("submit")
-    before = service.rss_mib()
-    for path, log in (("/jobs/verbose", "#log"), ("/jobs/verbose/logs", "#log")):
-        window.open(path)
-        assert "the end" in window.page.inner_text(log)
-        assert len(window.page.content()) < 8 << 20, "the page has a part of the log"
-        window.page.evaluate("new Promise(requestAnimationFrame)")
-    assert service.rss_mib() - before < 40
-    assert service.get("/health").ok
-
-
 def test_the_log_of_a_rank_is_followed_until_its_job_has_ended(window: Window, service: Guarded) -> None:
     log = service.data_dir / "jobs" / "writes" / "attempts" / "1" / "rank-1.log"
     log.write_text("first\n")
@@ -434,6 +418,7 @@ def test_everything_of_a_page_is_reached_by_tab_and_the_focus_is_seen(window: Wi
     window.page.wait_for_selector("#status .state.cancelled")
 
 
+@IN_FULL  # CI: what such a page shows in place of a log, in test_dashboard_pages.py
 def test_the_pages_of_a_running_search_request_no_log_that_is_not_there(window: Window, service: Guarded) -> None:
     add_search(service.data_dir, "searching", JobState.in_progress)
     window.login("submit")
@@ -793,17 +778,3 @@ def test_a_problem_of_a_form_is_gone_when_its_field_is_changed(window: Window) -
     window.page.wait_for_selector("#answer [role=alert]", timeout=30_000)
     window.fill(dataset="questions")
     assert window.page.locator("#answer [role=alert]").count() == 0
-
-
-def test_pages_of_a_data_directory_without_a_service(chromium: Any, tmp_path: Path) -> None:
-    add_ended_job(tmp_path)
-    add_hostile(tmp_path)
-    with dashboard(tmp_path) as address, browser.window(chromium, SimpleNamespace(url=address)) as window:
-        window.open("/")
-        assert sorted(rows(window)) == ["ended", "hostile"]
-        for path in ("/jobs/ended", "/jobs/hostile", "/jobs/ended/logs", "/jobs/hostile/samples", "/compare?job=ended"):
-            window.open(path)
-            if path.startswith("/compare") or path in ("/jobs/ended", "/jobs/hostile"):
-                window.wait_for_charts()
-            assert window.page.locator("img, b").count() == 0, path
-            assert window.page.locator("text=Talk to it").count() == 0, path

@@ -14,6 +14,7 @@ import pytest
 from tests.contract.payloads import QUESTIONS
 from tests.contract.service import TrainingService, ndjson, running_service
 from tests.contract.stack import Json
+from tests.required import IN_FULL
 from tests.tiny import REPOSITORY, tiny_model
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
@@ -41,6 +42,7 @@ def output_of(service: TrainingService, program: str, *arguments: str) -> str:
     return done.stdout
 
 
+@IN_FULL  # CI: tests/process/test_averaging.py, tests/unit/test_teacher_student.py; the other programs below
 def test_students_learn_shards_of_the_answers_and_are_averaged_once(service: TrainingService) -> None:
     model, rows = str(tiny_model()), ("--prompts", "rows.jsonl", "--held-out", "rows.jsonl")
     arguments = ("teacher_student_example.py", "--teacher", model, "--student", model, *rows)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -31,7 +30,6 @@ from tests.census import assert_clean
 from tests.contract.payloads import PAIRS, QUESTIONS, promised, sft
 from tests.contract.service import TrainingService, refusal, running_service
 from tests.contract.stack import DPO, ENDED, SFT, Json, LlamaStack, Server, poll
-from tests.required import FULL
 from tests.security.mounts import tmpfs
 from tests.tiny import tiny_model
 
@@ -338,35 +336,9 @@ def test_a_checkpoint_dir_that_leads_out_of_the_roots_is_refused(server: Server,
 # Models
 
 
-def _vision(path: Path) -> None:
-    from transformers import ViTConfig, ViTModel
-
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    ViTModel(ViTConfig(**sizes, image_size=32, patch_size=16)).save_pretrained(path)
-
-
-def _encoder(path: Path) -> None:
-    from transformers import BertConfig, BertModel
-
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    BertModel(BertConfig(**sizes, vocab_size=1024, max_position_embeddings=2048)).save_pretrained(path)
-
-
 def _half_weights(path: Path) -> None:
     weights = path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
-
-
-def _random_weights(path: Path) -> None:
-    weights = path / "model.safetensors"
-    weights.write_bytes(os.urandom(weights.stat().st_size))
-
-
-def _missing_weights(path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    weights = {name: tensor for name, tensor in load_file(path / "model.safetensors").items() if "layers.1" not in name}
-    save_file(weights, path / "model.safetensors", {"format": "pt"})
 
 
 def _nan_weights(path: Path) -> None:
@@ -376,41 +348,18 @@ def _nan_weights(path: Path) -> None:
     save_file(weights, path / "model.safetensors", {"format": "pt"})
 
 
-def _no_weights(path: Path) -> None:
-    (path / "model.safetensors").unlink()
-
-
-def _no_tokenizer(path: Path) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (path / name).unlink()
-
-
-def _no_json(path: Path) -> None:
-    (path / "config.json").write_text("model_type: llama\n")
-
-
 MODELS: dict[str, Callable[[Path], None]] = {
     "half-weights": _half_weights,
-    "random-weights": _random_weights,
-    "missing-weights": _missing_weights,
-    "no-weights": _no_weights,
-    "no-tokenizer": _no_tokenizer,
-    "no-json": _no_json,
-    "vision": _vision,
-    "encoder": _encoder,
     "nan-weights": _nan_weights,
 }
 
 
 @pytest.fixture(scope="module")
 def spoilt(server: Server, questions: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A job for each copy of the tiny model that something was done to, in CI for those that this server is to try; the
-    refusals of those that were refused."""
+    """A job for each copy of the tiny model that something was done to; the refusals of those that were refused."""
     root = tmp_path_factory.mktemp("spoilt")
     answers = {}
-    for number, (name, spoil) in enumerate(MODELS.items()):
-        if not FULL and number % 2 != isinstance(server, TrainingService):
-            continue
+    for name, spoil in MODELS.items():
         shutil.copytree(tiny_model(), root / name)
         spoil(root / name)
         answers[name] = server.post(SFT, sft(f"spoilt-{name}", questions, model=str(root / name)), options=ONCE)
@@ -595,15 +544,11 @@ def test_a_server_reports_why_it_cannot_start_on_a_read_only_data_directory(
 
 REFUSED = {
     "half-weights": "model.safetensors in that directory is cut off, it has",
-    "random-weights": "model.safetensors in that directory is no safetensors file, it begins with",
-    "no-tokenizer": "it has no file of a tokenizer, such as tokenizer.json: download it",
-    "no-weights": "it has no file of weights, expected one of model.safetensors, ",
-    "no-json": "config.json in that directory cannot be read, it is no JSON",
 }
-"""What the files' first bytes show is refused when the job is submitted."""
+"""What the files' first bytes show is refused when the job is submitted. Each other damage of a model, and models of
+another kind: tests/process/test_model_checks.py, tests/security/test_damaged_models.py."""
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("name", list(MODELS))
 def test_a_model_that_cannot_be_trained_fails_its_job_with_a_reason(
     server: Server, spoilt: dict[str, str], name: str

@@ -7,27 +7,19 @@ import re
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import requests
 
 from llama_stack_provider_trl.jobs.decisions.states import JobState
 from tests.census import census
 from tests.contract.crashing import (
-    CONCLUDING,
     PASSES,
-    STARTING,
     CrashingStack,
     Outcome,
     assert_as_undisturbed,
     assert_cancelled,
-    cancel_and_kill,
     crashing_stack,
-    die_at,
-    kill_while_held,
-    pause_and_kill,
 )
 from tests.contract.stack import SFT, Json, poll
 from tests.required import IN_FULL
@@ -88,44 +80,6 @@ def test_of_two_workers_that_were_killed_one_supervises_again_and_the_other_foll
         _assert_worked_off(stack, jobs, undisturbed)
 
 
-@IN_FULL
-def test_llama_stack_dies_between_any_two_actions_of_its_supervisor(
-    victim: CrashingStack, undisturbed: Outcome
-) -> None:
-    acts = STARTING | CONCLUDING
-    for point in acts:
-        victim.arm(point, "kill")
-    job = "dies-between"
-    # The answer may come too late for a client, or half of it; the job does not.
-    with suppress(requests.ConnectionError, requests.exceptions.ChunkedEncodingError):
-        victim.train(job)
-    die_at(victim, job, acts)
-    victim.wait_until_it_answers()
-    assert_as_undisturbed(victim, job, undisturbed)
-
-
-@IN_FULL
-def test_a_job_trains_on_while_llama_stack_is_killed_again_and_again(
-    victim: CrashingStack, undisturbed: Outcome
-) -> None:
-    for point in victim.held:
-        victim.arm(point, "hold")
-    job = victim.train("held")
-    for point in victim.held:
-        kill_while_held(victim, point)
-        victim.go(point)
-    victim.wait_until_it_answers()
-    assert_as_undisturbed(victim, job, undisturbed)
-
-
-@IN_FULL
-def test_a_cancel_is_carried_out_although_llama_stack_dies_right_after_it_and_again_at_the_end_of_the_job(
-    victim: CrashingStack,
-) -> None:
-    victim.arm(victim.second_save, "hold")
-    cancel_and_kill(victim, victim.train("cancelled"))
-
-
 def test_a_cancel_that_the_supervisor_has_not_read_is_carried_out_after_a_kill(victim: CrashingStack) -> None:
     victim.arm(victim.second_save, "hold")
     job = victim.train("cancelled-unheard")
@@ -139,18 +93,7 @@ def test_a_cancel_that_the_supervisor_has_not_read_is_carried_out_after_a_kill(v
     assert_cancelled(victim, job)
 
 
-@IN_FULL
-def test_a_job_with_an_order_to_pause_pauses_after_a_kill_and_continues_as_if_nothing_had_happened(
-    victim: CrashingStack, undisturbed: Outcome
-) -> None:
-    victim.arm(victim.between, "hold")
-    job = victim.train("paused")
-    victim.wait_taken(victim.between)
-    paused_at = pause_and_kill(victim, job)
-    victim.store.request_resume(job)
-    assert_as_undisturbed(victim, job, undisturbed, paused_at)
-
-
+@IN_FULL  # CI: the same locks between processes in tests/process/test_engine_local.py
 def test_a_job_waits_for_a_device_that_another_llama_stack_holds_and_reports_it_before_and_after_a_kill(
     victim: CrashingStack, tmp_path: Path, undisturbed: Outcome
 ) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import yaml
 
-from llama_stack_provider_trl_remote.cli.main import main
 from tests.contract.crashing import Crashing, CrashingService, CrashingStack, crashing_stack
 from tests.contract.payloads import LORA, PAIRS, QUESTIONS, sft
 from tests.contract.service import JOBS, TrainingService, running, running_service
@@ -145,80 +142,6 @@ def test_dpo_continues_the_adapter_of_a_job_that_has_not_begun(tmp_path: Path) -
         assert service.status("whole")["resources_allocated"]["effective_config"]["model"] == tuned
 
 
-@IN_FULL  # CI: DPO on a job that has not begun, above; rewards of a model in tests/process/test_grpo_reward_models.py
-def test_grpo_is_rewarded_by_the_reward_model_of_a_job_that_has_not_begun(tmp_path: Path) -> None:
-    """Both are submitted at once; the second one is killed once. Two processes that shard the model are rewarded in
-    tests/process/test_grpo_reward_models.py."""
-    with running_service(tmp_path) as service:
-        service.register("questions", [{"prompt": row["prompt"]} for row in QUESTIONS])
-        service.register("pairs", PAIRS, dataset_type="preference")
-        body, options = request("judge")
-        pairs = {**body["training_config"], "data_config": {"dataset_id": "pairs", "batch_size": 2}}
-        grpo = {"type": "grpo", "num_generations": 2, "max_completion_length": 4, "rewards": [{"model": "job:judge"}]}
-        prompts = {**body["training_config"], "data_config": {"dataset_id": "questions", "batch_size": 2}}
-        policy = {**body, "job_uuid": "policy", "training_config": prompts, "algorithm_config": grpo}
-        answer = service.post(DPO, policy, options={"retries": 1})
-        assert answer.status_code == 400
-        refusal = "algorithm_config.rewards.0.model='job:judge' is not supported: there is no such job here"
-        assert answer.json()["detail"].startswith(refusal)
-        judge = {**body, "training_config": pairs, "algorithm_config": {"type": "reward"}}
-        service.submit(DPO, judge, options=options)
-        service.arm("answered-2", "kill")
-        service.submit(DPO, policy, options={"retries": 1})
-        found = service.status("policy")["resources_allocated"]
-        assert found["after"] == [{"job_uuid": "judge", "state": found["after"][0]["state"]}]
-        for name in ("judge", "policy"):
-            service.wait(name, "completed", timeout=150)
-        service.wait_taken("answered-2", 1)
-        allocated = service.status("policy")["resources_allocated"]
-        assert allocated["attempt"] == 2
-        (path,) = allocated["effective_config"]["recipe"]["effective"]["reward_models"]
-        assert path.endswith("/judge/final")
-
-
 def submit_on(service: TrainingService, job_uuid: str, model: str) -> None:
     body, options = request(job_uuid)
     service.submit(SFT, {**body, "model": model}, options=options)
-
-
-def test_a_pipeline_in_a_file_is_run_to_its_end_and_not_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def job(dataset_id: str, **changes: object) -> Json:
-        body = sft("unused", dataset_id, **changes)
-        del body["job_uuid"]
-        return body
-
-    tune = job("rows", algorithm_config=LORA)
-    tune["provider_options"] = {"evaluate": {"dataset_id": "rows"}}
-    prefer = job("pairs", model="job:tune", algorithm_config={"type": "dpo", "beta": 0.1})
-    prefer["provider_options"] = {"adapter": "continue"}
-    file = tmp_path / "pipeline.yaml"
-
-    def run(**jobs: Json) -> list[Json]:
-        file.write_text(yaml.safe_dump({"jobs": jobs}))
-        status = main(["run", str(file), "--json", "--interval", "0.2"])
-        captured = capsys.readouterr()
-        assert status == 0, captured.err
-        lines = [json.loads(line) for line in captured.out.splitlines()]
-        placed = [{"job_uuid": one["job_uuid"], **one["event"]} for one in lines if one["event"]["type"] == "placed"]
-        followed = {one["job_uuid"]: one["event"]["status"] for one in lines if one["event"]["type"] == "end"}
-        named = {name for one in placed for name in (one["job_uuid"], one["evaluation"]) if name}
-        assert followed == dict.fromkeys(named, "completed")
-        return placed
-
-    with running_service(tmp_path) as service:
-        monkeypatch.setenv("TRL_SERVICE_URL", service.url)
-        service.register("rows", QUESTIONS)
-        service.register("pairs", PAIRS, dataset_type="preference")
-        first = run(prefer=prefer, tune=tune)
-        assert [(one["name"], one["is_new"]) for one in first] == [("tune", True), ("prefer", True)]
-        assert [one["evaluation"] for one in first] == [f"{first[0]['job_uuid']}-evaluation", None]
-        assert [one["is_new"] for one in run(tune=tune, prefer=prefer)] == [False, False]
-        prefer["algorithm_config"] = {"type": "dpo", "beta": 0.2}
-        again = run(tune=tune, prefer=prefer)
-        assert [one["is_new"] for one in again] == [False, True]
-        assert again[0] == {**first[0], "is_new": False, "state": "completed"}
-        assert len(service.jobs()) == 4
-        assert main(["run", str(file), "--pull", str(tmp_path / "model")]) == 1
-        assert "--pull" in capsys.readouterr().err

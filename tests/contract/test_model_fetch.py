@@ -17,17 +17,14 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.system.files import sha256_of
-from llama_stack_provider_trl.system.process import usable_cpus
 from tests import forked
 from tests.contract.fake_agent import FakeAgent
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import JOBS, TrainingService, refusal, running
 from tests.contract.stack import SFT, Json, poll
-from tests.required import IN_FULL
 from tests.tiny import REPOSITORY, tiny_model
 from tests.unit.snapshots import snapshot
 
-EVALUATE = "/post-training/evaluate"
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
 
 MODEL = "org/tiny"
@@ -236,28 +233,3 @@ def test_a_model_that_is_nowhere_is_named_with_the_node(service: TrainingService
     finally:
         worker.kill()
         shutil.rmtree(worker.data_dir, ignore_errors=True)
-
-
-@IN_FULL  # CI: of several ranks in tests/process/test_replicas.py, answers of a node in test_node_answers.py
-def test_an_evaluation_on_a_node_has_the_measures_of_the_services_own_machine(
-    service: TrainingService, tmp_path: Path
-) -> None:
-    """In several processes there, and in one here."""
-    worker = Worker(service, tmp_path, "measuring")
-    worker.start()
-    try:
-        body: Json = {"model": MODEL, "dataset_id": "questions", "batch_size": 2, "dtype": "fp32"}
-        there = {"resources": {"nodes": 1, "labels": {"kind": "measuring"}}, "nproc_per_node": min(2, usable_cpus())}
-        names = [
-            service.submit(EVALUATE, {**body, "job_uuid": "measured-there"}, options=there),
-            service.submit(EVALUATE, {**body, "job_uuid": "measured-here"}),
-        ]
-        for name in names:
-            service.wait(name, "completed", timeout=120)
-        found = [resources(service, name) for name in names]
-        assert [one["device"] for one in found] == ["measuring/cpu", "cpu"]
-        assert found[0]["result"] == found[1]["result"]
-        assert found[1]["result"]["rows"] == len(QUESTIONS)
-    finally:
-        worker.kill()
-        print(worker.log.read_text())

@@ -158,18 +158,6 @@ def test_a_paused_job_is_resumed_and_followed(service: TrainingService, trained:
     assert errors == "trl-remote: job pausing cancelled\n"
 
 
-def test_several_jobs_are_watched_at_once(service: TrainingService, trained: str, run: Run) -> None:
-    for name in ("first", "second"):
-        body = sft(name, "questions")
-        body["training_config"]["max_steps_per_epoch"] = 1
-        service.submit("/post-training/supervised-fine-tune", body)
-    exit_status, output, errors = run("jobs", "watch", "first", "second", trained, "--interval", 0.1)
-    assert (exit_status, errors) == (0, "")
-    for name in ("first", "second", trained):
-        assert re.search(rf"^{name} +completed", output, re.MULTILINE)
-        assert f"checkpoint {name}-final: " in output
-
-
 @pytest.mark.parametrize("source", ["service", "data directory"])
 def test_plots_of_each_kind_show_the_jobs(
     service: TrainingService, trained: str, run: Run, tmp_path: Path, source: str

@@ -34,6 +34,7 @@ def run(out: Path, *arguments: str) -> tuple[int, str]:
     return started.returncode, printed
 
 
+@IN_FULL
 def test_it_trains_by_both_calls_with_the_model_in_its_own_directory(tmp_path: Path) -> None:
     """A model of random weights learns no orders in that time: that is the only complaint, at the end."""
     model = tmp_path / "base-model"

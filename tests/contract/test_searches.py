@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -14,17 +13,13 @@ import pytest
 
 from llama_stack_provider_trl.config import TrlConfig
 from llama_stack_provider_trl.jobs import submission
-from llama_stack_provider_trl.jobs.decisions.search import Generation
 from llama_stack_provider_trl.jobs.decisions.states import TERMINAL
 from llama_stack_provider_trl.jobs.store.store import Store
-from llama_stack_provider_trl.jobs.supervision.bayesian_trials import proposal_question
 from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
 from llama_stack_provider_trl.post_training import TrlPostTraining
-from llama_stack_provider_trl.proposer import propose
 from llama_stack_provider_trl.requests.bodies import SupervisedFineTuneRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.settings import Settings
-from llama_stack_provider_trl.requests.trial_values import answered_values, drawn_values
 from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowUse
 from llama_stack_provider_trl_remote.service.context import Service
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
@@ -41,7 +36,6 @@ POINTS = (
     *("search-rung-decided", "search-rung-recorded", "search-trial-cancelled", "search-trial-resumed"),
     "search-ending",
 )
-PROPOSING = ("search-proposing", "search-proposed", "search-trials-stored")
 ROWS = [{"prompt": f"What is {n} plus {n}?", "completion": f"{n} plus {n} is {2 * n}."} for n in range(16)]
 
 
@@ -103,46 +97,6 @@ def test_a_search_is_shown_cancelled_and_deleted_with_its_trials(tmp_path: Path)
         assert service.delete(f"{JOBS}/tune", checkpoints=True).status_code == 204
         assert service.get("/post-training/jobs").json()["data"] == []
         assert list((service.data_dir / "jobs").iterdir()) == []
-
-
-@pytest.mark.timeout(300)
-@IN_FULL  # tests/unit/test_bayesian_search.py, tests/process/test_search_trials.py
-def test_a_bayesian_search_that_is_killed_while_trials_are_proposed_has_the_table_that_its_results_give(
-    tmp_path: Path,
-) -> None:
-    service = CrashingService(tmp_path)
-    with closing(service.store), running(service):
-        service.register("rows", ROWS[:4])
-        service.register("held-out", ROWS[12:])
-        for point in PROPOSING:
-            service.arm(point, "kill")
-        body = sft("tune", "rows")
-        body["training_config"]["data_config"]["validation_dataset_id"] = "held-out"
-        ranges = {"training_config.optimizer_config.lr": {"min": 1e-6, "max": 1e-2, "log": True}}
-        search = {"method": "bayesian", "parameters": ranges, "trials": 6, "parallel": 2, "seed": 2}
-        service.submit(SFT, {**body, "hyperparam_search_config": search}, options={"preflight": "off"})
-        for point in PROPOSING:
-            service.wait_killed()
-            assert service.taken(point)
-            service.launch()
-        service.wait_until_it_answers()
-        finish(service, "tune")
-
-        # Each generation is what the sampler answers from the recorded values and results of those before.
-        spec, found = service.store.get("tune").spec.search, service.store.searches.of_job("tune").trials
-        assert spec is not None
-        assert [one.state for one in found] == ["completed"] * 6
-        assert [one.values for one in found[:2]] == drawn_values(spec, 1, 2)
-        for first in (3, 5):
-            posed = proposal_question(spec, found[: first - 1], Generation(first, first + 1))
-            answer = json.dumps(propose(posed)).encode()
-            assert [one.values for one in found[first - 1 : first + 1]] == answered_values(spec, answer, 2), first
-        rates = [one.values["training_config.optimizer_config.lr"] for one in found]
-        assert [service.store.get(one.job_uuid).spec.train.optimizer.learning_rate for one in found] == rates
-        assert len(set(rates)) == 6
-        shown = service.status("tune")["resources_allocated"]["search"]
-        assert shown["best"]["value"] == min(one["value"] for one in shown["trials"])
-        assert "bayesian search, minimize eval_loss" in service.get("/jobs/tune", prefix="").text
 
 
 def inline(data_dir: Path) -> tuple[Store, Supervisor, Settings]:

@@ -12,18 +12,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import pytest
 import requests
 
-from llama_stack_provider_trl.launch.runner import RunnerStatus
-from llama_stack_provider_trl.system.files import RunDir
 from llama_stack_provider_trl_remote import TrlClient
 from llama_stack_provider_trl_remote.cli.terminal import preflight_lines
 from tests.contract.payloads import PAIRS, QUESTIONS, promised, sft
 from tests.contract.service import JOBS, TrainingService, refusal, running_service
-from tests.contract.stack import SFT, Json, poll
-from tests.required import FULL, IN_FULL
+from tests.contract.stack import SFT, Json
+from tests.required import FULL
 from tests.tiny import CHATML, tiny_model
 
 pytestmark = pytest.mark.contract
@@ -64,39 +61,6 @@ def test_it_reports_what_the_job_then_does_and_queues_nothing(service: TrainingS
     data = status["effective_config"]["recipe"]["effective"]["data"]
     assert (data["kept"], data["truncated"]) == (found["data"]["trained"], found["data"]["truncated"])
     assert sum(bucket["rows"] for bucket in found["data"]["histogram"]) == data["kept"]
-
-
-def warm_processes(service: TrainingService) -> list[psutil.Process]:
-    """Those that have done their imports, and wait."""
-    children = psutil.Process(service.pid).children()
-    return [child for child in children if "launch.warm" in " ".join(child.cmdline()) and _waits_with_torch(child)]
-
-
-def _waits_with_torch(process: psutil.Process) -> bool:
-    return has_torch(process.pid) and process.num_threads() == 1 and process.cpu_percent(0.3) == 0
-
-
-def has_torch(pid: int) -> bool:
-    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
-
-
-@IN_FULL  # CI: test_custom_trainers.py, tests/process/test_warm_start.py
-@pytest.mark.skipif(sys.platform != "linux", reason="every task starts cold there")
-def test_tasks_are_forked_from_a_process_with_torch_whose_death_disturbs_none(service: TrainingService) -> None:
-    (warm,) = poll(lambda: warm_processes(service), "the imports are done", 60)
-    service.arm("step-1", "hold")
-    job = service.submit(SFT, sft("forked", "questions"))
-    service.wait_taken("step-1")
-    status = RunnerStatus.read(RunDir(service.data_dir / "jobs" / job / "attempts" / "1").runner_status)
-    assert status is not None
-    assert status.runner is not None
-    assert has_torch(status.runner.pid)
-    assert not has_torch(service.pid)
-    warm.kill()
-    service.go("step-1")
-    service.wait(job, "completed")
-    (replacement,) = poll(lambda: warm_processes(service), "another process has replaced it", 60)
-    assert replacement.pid != warm.pid
 
 
 def test_two_at_once_and_a_bad_dataset_are_all_answered(service: TrainingService) -> None:

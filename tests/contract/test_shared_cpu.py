@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
 
-import psutil
 import pytest
 
 from llama_stack_provider_trl.launch.runner import RunnerStatus
 from llama_stack_provider_trl.system.files import RunDir
-from tests.census import assert_clean
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import JOBS, TrainingService, running
 from tests.contract.stack import SFT, Json, poll
-from tests.required import IN_FULL, lacking
+from tests.required import lacking
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
 
@@ -72,63 +69,11 @@ def trainer(service: TrainingService, name: str, attempt: int = 1) -> RunnerStat
     return status
 
 
-def affinity(service: TrainingService, name: str) -> list[set[int]]:
-    """The cores that each process of a job may use, but for its runner."""
-    runner = trainer(service, name).runner
-    assert runner is not None
-    return [os.sched_getaffinity(one.pid) for one in psutil.Process(runner.pid).children(recursive=True)]
-
-
 def cancel(service: TrainingService, *names: str) -> None:
     for name in names:
         assert service.post(f"{JOBS}/{name}/cancel").ok
     for name in names:
         service.wait(name, "cancelled")
-
-
-@IN_FULL  # CI: cores and kills in tests/process/test_engine_local.py, what waits for them in tests/unit/test_cores.py
-def test_two_jobs_with_reserved_cores_share_the_cpu_and_everything_that_is_killed_leaves_it_so(
-    service: TrainingService,
-) -> None:
-    first, second = submit(service, "first"), submit(service, "second")
-    third, whole = submit(service, "third"), submit(service, "whole", cores=None)
-    found = [trains(service, name, beyond=2) for name in (first, second)]
-    assert [status["status"] for status in found] == ["in_progress"] * 2
-    assert [status["resources_allocated"]["device"] for status in found] == ["cpu:0", "cpu:1"]
-    assert found[0]["resources_allocated"]["effective_config"]["resources"]["reserve_cpus"] == 1
-    numbers = sorted(os.sched_getaffinity(service.pid))
-    for name, core in zip((first, second), numbers, strict=True):
-        assert affinity(service, name), name
-        assert all(cores == {core} for cores in affinity(service, name)), name
-    full = "waiting for cores: needs 1 of 2 cores, free: 0 (held by first, second)"
-    poll(lambda: detail(service, third) == full, full, timeout=10)
-    held = "waiting for cpu (held by first, second)"
-    poll(lambda: detail(service, whole) == held, held, timeout=10)
-    assert service.get("/nodes").json()["data"][0]["jobs"] == {"cpu:0": first, "cpu:1": second}
-    page = " ".join(service.get("/nodes", prefix="").text.split())
-    assert "cpu: 0 of " in page
-    assert f'cpu:1: <a href="/jobs/{second}">' in page
-
-    # The service: a new one counts their cores, and they stay taken.
-    service.kill()
-    service.start()
-    for name, status in zip((first, second), found, strict=True):
-        trains(service, name, beyond=status["resources_allocated"]["progress"]["step"])
-    assert (detail(service, third), detail(service, whole)) == (full, held)
-
-    # A runner: its core is free again, its job is tried again and has its steps once. The other job notices nothing.
-    cancel(service, third, whole)
-    runner = trainer(service, second).runner
-    assert runner is not None
-    os.kill(runner.pid, signal.SIGKILL)
-    reached = found[1]["resources_allocated"]["progress"]["step"]
-    again = trains(service, second, beyond=reached, attempt=2)
-    assert again["resources_allocated"]["device"] == "cpu:1"
-    steps = [point["step"] for point in service.get(f"{JOBS}/{second}/metrics").json()["data"]]
-    assert steps == sorted(set(steps))
-    trains(service, first)
-    cancel(service, first, second)
-    assert_clean(service.data_dir)
 
 
 def test_a_job_has_the_numbers_of_a_whole_cpu_on_reserved_cores(service: TrainingService) -> None:

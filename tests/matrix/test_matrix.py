@@ -6,7 +6,6 @@ Here cells run in which every family occurs (`families`).
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -17,13 +16,13 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from llama_stack_provider_trl.specs.events import Evaluated, Failed, Prepared, Progress
+from llama_stack_provider_trl.specs.events import Evaluated, Prepared, Progress
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, ShardingSpec
 from tests.matrix.cells import Cell, all_cells, covering
-from tests.ranks import Ranks
+from tests.ranks import Ranks, trained
 from tests.required import FULL
 from tests.tiny import tiny_model
-from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind
+from tests.training import DPO_ROWS, LORA, SFT_ROWS, digests, job_spec, of_kind
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
@@ -76,12 +75,6 @@ def spec_of(root: Path, cell: Cell) -> JobSpec:
     )
 
 
-def trained(ranks: Ranks, run_dir: Path, spec: JobSpec, resume_from: Path | None = None, **how: Any) -> list[Any]:
-    codes, events = ranks.run(run_dir, spec, resume_from, **how)
-    assert set(codes) == {0}, [event.message for event in of_kind(events, Failed)]
-    return events
-
-
 def numbers(events: list[Any]) -> Numbers:
     """Every metric point, the training's and then the evaluations', without what the clock decides."""
     points = of_kind(events, Progress) + of_kind(events, Evaluated)
@@ -123,11 +116,6 @@ def logits(spec: JobSpec) -> torch.Tensor:
         model = AutoModelForCausalLM.from_pretrained(final, dtype=torch.float32)
     with torch.no_grad():
         return model.eval()(torch.arange(3, 40)[None]).logits
-
-
-def digests(spec: JobSpec) -> dict[str, str]:
-    files = (spec.checkpoint_dir / "final").glob("*.safetensors")
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)

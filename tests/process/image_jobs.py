@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from llama_stack_provider_trl.specs.events import Progress
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, ShardingSpec
 from tests.tiny_vision import image_rows, tiny_vision_model
-from tests.training import job_spec, of_kind
+from tests.training import job_spec
 
 RATE = 5e-3
 SGD = OptimizerSpec(name="sgd", learning_rate=RATE, scheduler="constant", weight_decay=0.0, max_grad_norm=0.0)
@@ -26,8 +25,3 @@ def image_job(root: Path, family: str = "llava", ranks: int = 1, **changes: Any)
         "optimizer": SGD,
     }
     return job_spec(root, tiny_vision_model(family), **{**fields, **changes})
-
-
-def losses(events: list[Any]) -> list[float]:
-    """Those of the steps, in order."""
-    return [event.metrics["loss"] for event in of_kind(events, Progress)]

@@ -14,6 +14,7 @@ from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
 from llama_stack_provider_trl.launch.base import Launcher
 from llama_stack_provider_trl.launch.ports import PortRange
+from llama_stack_provider_trl.launch.runner import RunnerStatus
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.job import JobSpec
 from llama_stack_provider_trl.specs.methods import (
@@ -158,3 +159,9 @@ class World:
         timed = {"tokens_per_second", "memory_bytes", "peak_memory_bytes"}
         points = [point.metrics for point in self.store.points(name)]
         return [{key: value for key, value in point.items() if key not in timed} for point in points]
+
+
+def is_forked(status: RunnerStatus) -> bool:
+    """Whether the runner has torch, which it does not import itself."""
+    assert status.runner is not None
+    return "libtorch" in Path(f"/proc/{status.runner.pid}/maps").read_text()

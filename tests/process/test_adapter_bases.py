@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from transformers.trainer_utils import set_seed
 
-from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress, Reason
+from llama_stack_provider_trl.specs.events import Failed, Prepared, Reason
 from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, LoraSpec, OptimizerSpec, ReferenceSpec, ShardingSpec
 from llama_stack_provider_trl.specs.model_source import AdapterSpec
 from tests.process.plain_trl import as_chat, load, plain_arguments
 from tests.ranks import Ranks
 from tests.required import in_full
 from tests.tiny import tiny_model
-from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind, run
+from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, losses, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 BATCH = 4
@@ -102,10 +102,6 @@ def test_sft_then_dpo_on_one_adapter_gives_the_weights_of_trl_and_peft_by_hand(s
     assert difference(dpo, both) < 1e-5
     assert difference(dpo, sft) > 1e-3
     assert sorted(path.name for path in dpo.iterdir() if path.is_dir()) == []
-
-
-def losses(events: list[Any]) -> list[float]:
-    return [event.metrics["loss"] for event in of_kind(events, Progress)]
 
 
 def trained(ranks: Ranks, root: Path, spec: JobSpec) -> tuple[list[float], Path]:

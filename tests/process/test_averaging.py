@@ -23,13 +23,12 @@ from llama_stack_provider_trl.specs.averaging import AveragingSpec
 from llama_stack_provider_trl.specs.events import (
     CheckpointSaved,
     Evaluated,
-    Failed,
     NullEventWriter,
     Prepared,
     Progress,
 )
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, ShardingSpec
-from tests.ranks import Ranks
+from tests.ranks import Ranks, trained
 from tests.required import in_full
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, LORA, job_spec, of_kind
@@ -56,12 +55,6 @@ def spec_of(root: Path, algorithm: str = "sft", *, world: int = 2, **changes: An
         "num_threads": 1,
     }
     return job_spec(root, tiny_model(), algorithm, **{**fields, **changes})
-
-
-def trained(ranks: Ranks, run_dir: Path, spec: JobSpec, resume_from: Path | None = None, **how: Any) -> list[Any]:
-    codes, events = ranks.run(run_dir, spec, resume_from, **how)
-    assert set(codes) == {0}, [event.message for event in of_kind(events, Failed)]
-    return events
 
 
 def numbers(events: list[Any]) -> list[dict[str, float]]:

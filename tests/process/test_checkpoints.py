@@ -19,7 +19,6 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes import session
 from llama_stack_provider_trl.recipes.checkpoint import export as exporting
 from llama_stack_provider_trl.recipes.checkpoint import optimizer_state, random_state, shards
@@ -43,10 +42,10 @@ from llama_stack_provider_trl.specs.events import (
 )
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, ShardingSpec
 from llama_stack_provider_trl.system.files import LATEST, MANIFEST, damage, is_whole, write_manifest
-from tests.ranks import Ranks
+from tests.ranks import Ranks, trained
 from tests.required import in_full
 from tests.tiny import tiny_model
-from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind, run
+from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, losses, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 ROWS = {"sft": SFT_ROWS[:11], "dpo": DPO_ROWS[:11]}  # with 4 a step, the third of an epoch is short
@@ -67,16 +66,6 @@ def spec_of(
         "num_threads": 1,
     }
     return job_spec(root, tiny_model(tied=algorithm == "sft"), algorithm, **{**fields, **changes})
-
-
-def trained(ranks: Ranks, run_dir: Path, spec: JobSpec, resume_from: Path | None = None, **how: Any) -> list[Event]:
-    codes, events = ranks.run(run_dir, spec, resume_from, **how)
-    assert set(codes) == {0}, [event.message for event in of_kind(events, Failed)]
-    return events
-
-
-def losses(events: list[Event]) -> list[float]:
-    return [point.metrics["loss"] for point in of_kind(events, Progress)]
 
 
 Whole = Callable[[str], tuple[JobSpec, list[Event]]]
@@ -506,15 +495,6 @@ def test_the_rows_of_a_step_are_put_into_batches_by_length(world_size: int) -> N
         assert [row == 20 for row in step] == [row == 20 for row in expected]  # fillers are the last ones
 
 
-def test_the_position_is_stored_in_rows(whole: Whole) -> None:
-    spec, _ = whole("sft-sharded")
-    found = [
-        json.loads((spec.checkpoint_dir / f"checkpoint-{step}" / "recipe_state.json").read_text()) for step in (2, 4)
-    ]
-    assert [(state["step"], state["epoch"], state["row"]) for state in found] == [(2, 0, 8), (4, 1, 4)]
-    assert [(state["rows_per_step"], state["world_size"]) for state in found] == [(4, 2), (4, 2)]
-
-
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_a_step_takes_the_same_rows_under_every_batch_plan(world_size: int, batch_size: int) -> None:
@@ -553,10 +533,3 @@ def test_a_resumed_job_counts_more_tokens_than_a_float32_can(tmp_path: Path) -> 
     for _ in range(3):
         TrainingMetrics.add_tokens(trainer, torch.tensor(1))
     assert float(trainer.num_tokens) == trained + 3
-
-
-def test_a_checkpoint_of_other_rows_per_step_is_refused_with_what_they_are_the_product_of(tmp_path: Path) -> None:
-    (tmp_path / "recipe_state.json").write_text(json.dumps({"num_tokens": 0.0, "rows_per_step": 2}))
-    trainer: Any = SimpleNamespace(batch_plan=SimpleNamespace(rows_per_step=3))
-    with pytest.raises(JobFailure, match=r"takes 3: choose .* x ranks / context_parallel_size = 2"):
-        StepCheckpoints.restore(trainer, tmp_path)

@@ -150,11 +150,12 @@ def losses(events: list[Event]) -> list[float]:
 
 CASES = [
     pytest.param("sft", {"lora": LORA, "fuse_lora": "always", "validation_rows": 5}, 3, id="lora"),
-    pytest.param("sft", {"lora": QLORA, "validation_rows": 5}, 3, id="qlora"),
-    pytest.param("kto", {}, 3, id="kto"),
     pytest.param("grpo", {"method": GRPO}, 2, id="grpo"),
-    pytest.param("dpo", {"method": with_other_reference}, 2, id="dpo-other-reference"),
     *in_full(
+        pytest.param("sft", {"lora": QLORA, "validation_rows": 5}, 3, id="qlora"),
+        pytest.param("kto", {}, 3, id="kto"),
+        pytest.param("dpo", {"method": with_other_reference}, 2, id="dpo-other-reference"),
+        pytest.param("sft", {"gradient_checkpointing": True}, 1, id="checkpointing"),
         pytest.param("dpo", {"lora": QLORA, "validation_rows": 5}, 5, id="dpo-qlora"),
         pytest.param("kto", {"lora": LORA, "validation_rows": 5}, 5, id="kto-lora"),
         pytest.param("grpo", {"method": GRPO, "lora": LORA}, 3, id="grpo-lora"),
@@ -166,7 +167,6 @@ CASES = [
         pytest.param("sft", {"lora": VERA, "validation_rows": 5}, 3, id="vera"),
         pytest.param("dpo", {"validation_rows": 5}, 3, id="dpo"),
         pytest.param("dpo", {"lora": LORA, "fuse_lora": "always", "validation_rows": 5}, 5, id="dpo-lora"),
-        pytest.param("sft", {"gradient_checkpointing": True}, 1, id="checkpointing"),
         pytest.param("sft", {}, 1, id="sft"),
         pytest.param("sft", {"validation_rows": 5}, 2, id="sft-evaluated"),
         pytest.param("sft", {"lora": LORA, "fuse_lora": "never", "validation_rows": 5}, 3, id="lora-of-peft"),

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.specs.custom import find_method
-from llama_stack_provider_trl.specs.events import CheckpointSaved, Evaluated, Failed, Prepared, Progress, Warned
+from llama_stack_provider_trl.specs.events import CheckpointSaved, Evaluated, Failed, Prepared, Warned
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec
 from llama_stack_provider_trl.specs.methods import CustomSpec
 from tests.plugins import install, install_example
 from tests.required import in_full
 from tests.tiny import tiny_model
-from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind, run
+from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, losses, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
@@ -123,10 +123,6 @@ def focal_loss(score: Callable[[str, str], Any], gamma: float) -> float:
 
     found = torch.cat([score(row["prompt"], row["completion"]) for row in SFT_ROWS[:4]])
     return float(((1 - found.exp()) ** gamma * -found).mean())
-
-
-def losses(events: list[Any]) -> list[float]:
-    return [event.metrics["loss"] for event in of_kind(events, Progress)]
 
 
 @pytest.mark.parametrize(

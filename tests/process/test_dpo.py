@@ -40,6 +40,7 @@ from llama_stack_provider_trl.specs.job import AttemptSpec, DpoSpec, JobSpec, Op
 from llama_stack_provider_trl.specs.model_source import ModelSource
 from llama_stack_provider_trl.system.files import RunDir, put_rows
 from tests.process.plain_trl import DORA, as_chat, logged_losses, plain_arguments
+from tests.process.rank_numbers import numbers, trained
 from tests.ranks import Ranks
 from tests.required import in_full
 from tests.tiny import tiny_model
@@ -47,7 +48,6 @@ from tests.training import DPO_ROWS, LORA, job_spec, of_kind, reference_to, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 GLOBAL_BATCH = 4
-TIMED = ("tokens_per_second", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
 
 
 def spec_of(root: Path, ranks: int = 1, strategy: str = "FULL_SHARD", **changes: Any) -> JobSpec:
@@ -62,18 +62,6 @@ def spec_of(root: Path, ranks: int = 1, strategy: str = "FULL_SHARD", **changes:
         "validation_rows": DPO_ROWS[:5],
     }
     return job_spec(root, changes.pop("model", None) or tiny_model(), "dpo", **{**fields, **changes})
-
-
-def trained(ranks: Ranks, root: Path, spec: JobSpec, resume_from: Path | None = None) -> list[Any]:
-    codes, events = ranks.run(root / "run", spec, resume_from)
-    assert codes == [0] * spec.ranks, [event.message for event in of_kind(events, Failed)]
-    return events
-
-
-def numbers(events: list[Any]) -> list[dict[str, float]]:
-    """Every metric point, without what the clock decides."""
-    points = of_kind(events, Progress) + of_kind(events, Evaluated)
-    return [{name: value for name, value in point.metrics.items() if name not in TIMED} for point in points]
 
 
 @pytest.fixture(scope="module")

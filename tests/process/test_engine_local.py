@@ -222,7 +222,6 @@ def test_a_task_of_the_same_name_in_another_place_is_left_alone(stage: Stage) ->
     assert alive(runner_of(other))
 
 
-@IN_BOTH
 def test_kill_9_of_the_trainer_is_seen_as_such(stage: Stage) -> None:
     task = stage.start("os.kill(os.getpid(), signal.SIGKILL)")
     assert stage.reaches(task, TaskState.exited).exit_code == -signal.SIGKILL
@@ -305,7 +304,6 @@ def serving(stage: Stage, task_id: str = "serving-1", devices: tuple[str, ...] =
     return task
 
 
-@IN_BOTH
 def test_tasks_that_serve_share_a_device_and_end_when_a_training_wants_it(stage: Stage) -> None:
     tasks = [serving(stage, f"serving-{n}") for n in range(2)]
     for task in tasks:
@@ -384,7 +382,6 @@ def test_a_task_with_the_whole_cpu_and_tasks_with_cores_exclude_each_other(stage
 # One process, no corpses
 
 
-@IN_BOTH
 def test_many_starts_at_once_are_one_process(stage: Stage) -> None:
     task = stage.task("note('started'); time.sleep(600)")
     with ThreadPoolExecutor(6) as pool:
@@ -394,7 +391,6 @@ def test_many_starts_at_once_are_one_process(stage: Stage) -> None:
     assert notes(task) == ["started"]
 
 
-@IN_BOTH
 def test_the_launching_process_has_neither_children_nor_zombies(stage: Stage) -> None:
     before = {*psutil.Process().children()}  # of other tests, and they may end meanwhile
     task = stage.start("pass")
@@ -403,7 +399,6 @@ def test_the_launching_process_has_neither_children_nor_zombies(stage: Stage) ->
     assert {*psutil.Process().children()} <= before
 
 
-@IN_BOTH
 @pytest.mark.skipif(sys.platform != "linux", reason="subreapers are Linux's")
 def test_process_1_of_a_container_collects_its_runners(stage: Stage) -> None:
     process.become_subreaper()  # orphans come to us, as they come to process 1
@@ -447,20 +442,6 @@ def test_devices_that_cannot_be_locked_are_reported(stage: Stage) -> None:
 
 
 # With the supervisor on top
-
-
-def test_a_job_runs_to_its_result_by_itself(stage: Stage) -> None:
-    python = stage.trainer("emit(**STARTED); emit(**FINISHED)")
-    store = Store(stage.root / "jobs.db")
-    supervisor = Supervisor(store, stage.launcher, ["cpu"], stage.root, python=python)
-    supervisor.start()
-    try:
-        store.add_job(job_spec("a", checkpoint_dir=stage.root / "checkpoints" / "out" / "a"), "digest")
-        supervisor.wake()
-        until(lambda: store.get("a").state is JobState.completed)
-    finally:
-        supervisor.stop()
-        store.close()
 
 
 @IN_BOTH
@@ -515,25 +496,6 @@ def test_a_process_that_waits_for_the_lock_takes_over_when_it_is_free(stage: Sta
         store.close()
 
 
-def test_a_cancelled_job_is_over_with_all_its_processes(stage: Stage) -> None:
-    python = stage.trainer("emit(**STARTED); stubborn_grandchild(); time.sleep(600)")
-    store = Store(stage.root / "jobs.db")
-    supervisor = Supervisor(store, stage.launcher, ["cpu"], stage.root, python=python)
-    supervisor.start()
-    try:
-        store.add_job(job_spec("a", checkpoint_dir=stage.root / "checkpoints" / "out" / "a"), "digest")
-        until(lambda: store.get("a").state is JobState.in_progress)
-        store.request_cancel("a")
-        supervisor.wake()
-        until(lambda: store.get("a").state is JobState.cancelled)
-        run_dir = store.get("a").run_dir
-        assert run_dir is not None
-        until(lambda: not marked({"TRL_RUN_DIR": str(run_dir)}))
-    finally:
-        supervisor.stop()
-        store.close()
-
-
 # What the runner ends by itself
 
 STUCK = """
@@ -582,7 +544,6 @@ emit(type="paused", step=3)
     assert stage.reaches(task, TaskState.exited) == Observation(TaskState.exited, 0, ended=Ended.timed_out)
 
 
-@IN_BOTH
 def test_processes_without_a_job_are_swept_and_the_others_stay(stage: Stage) -> None:
     lost, kept = stage.start("time.sleep(600)"), stage.start("time.sleep(600)", task_id="job-2-1", devices=("other",))
     for task in (lost, kept):
@@ -592,7 +553,6 @@ def test_processes_without_a_job_are_swept_and_the_others_stay(stage: Stage) -> 
     assert stage.launcher.poll(kept).state is TaskState.running
 
 
-@IN_BOTH
 def test_an_orphan_whose_runner_is_gone_is_swept_too(stage: Stage) -> None:
     task = stage.start("stubborn_grandchild()\ntime.sleep(600)")
     until(lambda: notes(task))

@@ -15,6 +15,7 @@ from llama_stack_provider_trl.specs.job import DpoSpec, OptimizerSpec
 from llama_stack_provider_trl_remote.cli.main import main
 from llama_stack_provider_trl_remote.cli.terminal import evaluation_lines
 from tests.process.forked_recipes import fork_recipes
+from tests.required import IN_FULL
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, SFT_ROWS, job_spec, reference_to, run
 
@@ -91,6 +92,7 @@ def test_a_model_that_was_trained_on_pairs_prefers_their_chosen_answers(tmp_path
     assert swapped["margin"] == pytest.approx(-found["margin"], rel=1e-4)
 
 
+@IN_FULL  # CI: merged weights in test_merge.py, the command with a model above
 def test_an_adapter_is_evaluated_as_it_is_and_merged_into_its_base(
     tmp_path: Path, trl_remote: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,18 +27,14 @@ from llama_stack_provider_trl.recipes.model.loading import load_config
 from llama_stack_provider_trl.recipes.preflight import check, choose_kept_attention
 from llama_stack_provider_trl.recipes.trainer import trl_patches
 from llama_stack_provider_trl.recipes.trainer.trl_patches import TrlKernels
-from llama_stack_provider_trl.specs.events import Event, Failed, Prepared, Progress
+from llama_stack_provider_trl.specs.events import Event, Failed, Prepared
 from llama_stack_provider_trl.specs.job import DpoSpec, LoraSpec, ReferenceSpec
 from tests.process.supervised import UNPAIRED
 from tests.required import in_full
 from tests.tiny import tiny_decoder, tiny_model
-from tests.training import LORA, job_spec, of_kind, run
+from tests.training import LORA, job_spec, losses, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
-
-
-def losses(events: list[Event]) -> list[float]:
-    return [point.metrics["loss"] for point in of_kind(events, Progress)]
 
 
 def effective(events: list[Event]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from llama_stack_provider_trl.specs.rewards import RewardModel, RewardSource
 from llama_stack_provider_trl.specs.rows import PreferenceExample
 from tests.process.grpo_jobs import LETTER, given_answers, metric
 from tests.process.on_policy_ranks import numbers, trained, weights_of
-from tests.ranks import Ranks, forked_ranks
+from tests.ranks import Ranks
 from tests.required import in_full
 from tests.tiny import save_llama, tiny_model, tiny_tokenizer
 from tests.training import DPO_ROWS, LORA, job_spec, of_kind, run
@@ -72,12 +72,6 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         return made[kind]
 
     return train
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with forked_ranks() as ranks:
-        yield ranks
 
 
 def method_of(model: RewardModel, **changes: Any) -> GrpoSpec:

@@ -40,7 +40,7 @@ from llama_stack_provider_trl.system.process import VLLM_GPUS, alive, identify
 from tests.played_vllm import REAL, played_vllm, saved
 from tests.process.grpo_jobs import DIGITS, LETTER, MORE, ROWS, STEPS, given_answers, metric, spec_of, trl_history
 from tests.process.waiting import until
-from tests.required import FULL
+from tests.required import FULL, in_full
 from tests.tiny import tiny_model
 from tests.training import LORA, of_kind, run
 
@@ -138,7 +138,7 @@ def job(root: Path, python: Path, **changes: Any) -> JobSpec:
     return spec_of(root, method, **{**fields, "optimizer": rate, **changes})
 
 
-@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("adapters", [True, *in_full(False)])
 def test_each_step_is_answered_by_its_weights_with_adapters_merged(
     tmp_path: Path, python: Path, adapters: bool
 ) -> None:
@@ -175,7 +175,7 @@ ALONE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", ["rslora", *in_full("every linear layer", "beside its reference")])
 def test_an_adapter_alone_is_sent_and_vllm_has_the_log_probabilities_of_training(tmp_path: Path, name: str) -> None:
     """What plays vLLM reads the files with PEFT: a tensor that is missing, another scale or an adapter of the step
     before has other log-probabilities."""
@@ -272,7 +272,7 @@ def test_vllm_that_fails_fails_the_job_with_one_sentence(
     assert re.search(sentence, failed.message), failed.message
 
 
-@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("adapters", [False, *in_full(True)])
 def test_on_a_gpu_vllm_sleeps_between_its_answers_and_gets_new_weights_when_it_wakes(
     tmp_path: Path, adapters: bool
 ) -> None:

@@ -18,7 +18,7 @@ import pytest
 from llama_stack_provider_trl.jobs.inputs.task_files import read_task_files
 from llama_stack_provider_trl.recipes.evaluation import harness
 from llama_stack_provider_trl.requests.harness import Harness
-from llama_stack_provider_trl.specs.events import Evaluated, Event, Failed, Finished, Paused, Prepared, Progress, Warned
+from llama_stack_provider_trl.specs.events import Evaluated, Failed, Finished, Paused, Prepared, Progress, Warned
 from llama_stack_provider_trl.specs.harness import HarnessSpec
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec
 from llama_stack_provider_trl.specs.model_source import AdapterSpec
@@ -27,7 +27,7 @@ from llama_stack_provider_trl.system.files import RunDir
 from tests.ranks import Ranks
 from tests.required import in_full
 from tests.tiny import REPOSITORY, tiny_model
-from tests.training import LORA, job_spec, of_kind, run
+from tests.training import LORA, job_spec, of_kind, result_of, run
 
 pytestmark = [
     pytest.mark.process,
@@ -45,13 +45,6 @@ def spec_of(root: Path, *names: str, model: Path | None = None, fields: Any = No
     work = EvaluateSpec(harness=HarnessSpec(**{"tasks": names or NAMES, "roots": (EXAMPLES,), **changes}))
     given = {"rows": [], "batch_size": 4, "num_threads": 1, "work": work, **(fields or {})}
     return job_spec(root, model or tiny_model(), **given)
-
-
-def result_of(events: list[Event]) -> dict[str, Any]:
-    assert not of_kind(events, Failed), of_kind(events, Failed)
-    (found,) = (event.result for event in of_kind(events, Finished))
-    assert found is not None
-    return found
 
 
 def measured(root: Path, *names: str, **changes: Any) -> dict[str, Any]:

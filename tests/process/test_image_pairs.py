@@ -25,7 +25,6 @@ from llama_stack_provider_trl.specs.events import (
     NullEventWriter,
     Preflighted,
     Prepared,
-    Progress,
     Reason,
     Warned,
 )
@@ -33,11 +32,11 @@ from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, ReferenceSpec, 
 from llama_stack_provider_trl.specs.methods import CpoSpec
 from llama_stack_provider_trl.specs.model_source import ModelSource
 from llama_stack_provider_trl.specs.preflight import PreflightSpec, PreviewSpec
-from tests.process.image_jobs import RATE, SGD, image_job, losses
+from tests.process.image_jobs import RATE, SGD, image_job
 from tests.ranks import Ranks
-from tests.required import IN_FULL, in_full
+from tests.required import in_full
 from tests.tiny_vision import FAMILIES, IMAGE_TOKENS, image_pairs, picture, tiny_vision_model, uri
-from tests.training import LORA, of_kind, run
+from tests.training import LORA, losses, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 BETA = 0.5
@@ -166,40 +165,11 @@ def test_cpo_and_simpo_are_computed_over_the_same_features(tmp_path: Path, metho
     assert losses(events) == pytest.approx(losses_of_transformers("llava", image_pairs(4), loss_of), rel=1e-5)
 
 
-@IN_FULL  # tests/process/test_image_trainings.py
-@pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
-def test_two_ranks_train_what_one_process_trains(tmp_path: Path, ranks: Ranks, family: str) -> None:
-    spec, together = pair_job(tmp_path / "one", family), pair_job(tmp_path / "two", family, ranks=2)
-    _, events = run(tmp_path / "one", spec)
-    codes, of_ranks = ranks.run(tmp_path / "two" / "run", together)
-    assert codes == [0, 0], of_kind(of_ranks, Failed)
-    assert losses(of_ranks) == pytest.approx(losses(events), rel=1e-4)
-
-
 def test_ranks_with_whole_models_wait_for_no_gradient_of_unused_vision_blocks(tmp_path: Path, ranks: Ranks) -> None:
     whole = {"sharding": ShardingSpec(strategy="NO_SHARD"), "gradient_checkpointing": True}
     codes, events = ranks.run(tmp_path / "run", pair_job(tmp_path, ranks=2, **whole))
     assert codes == [0, 0], of_kind(events, Failed)
     assert losses(events) == pytest.approx(losses_of_transformers("llava", image_pairs(5)), rel=1e-4)
-
-
-@IN_FULL  # tests/process/test_image_trainings.py
-def test_a_resumed_job_ends_with_the_weights_of_one_that_was_not_stopped(tmp_path: Path) -> None:
-    from transformers import AutoModelForImageTextToText
-
-    found = []
-    for name in ("whole", "resumed"):
-        root = tmp_path / name
-        spec = pair_job(root, n_epochs=2, shuffle=True)
-        _, events = run(root, spec)
-        if name == "resumed":
-            first = of_kind(events, CheckpointSaved)[0]
-            assert (first.kind, first.step) == ("step", 3)
-            status, events = run(root / "again", spec, resume_from=first.path)
-            assert status == 0
-            assert [point.step for point in of_kind(events, Progress)] == [4, 5, 6]
-        found.append(AutoModelForImageTextToText.from_pretrained(spec.checkpoint_dir / "final").state_dict())
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 def test_a_reference_that_is_scored_once_is_that_of_each_step_and_known_by_its_images(tmp_path: Path) -> None:

@@ -24,16 +24,15 @@ from llama_stack_provider_trl.specs.events import (
     Prepared,
     Progress,
     Reason,
-    Warned,
 )
 from llama_stack_provider_trl.specs.job import JobSpec, RowNames
 from llama_stack_provider_trl.specs.model_source import ModelSource
-from tests.process.image_jobs import RATE, image_job, losses
+from tests.process.image_jobs import RATE, image_job
 from tests.ranks import Ranks
 from tests.required import in_full
 from tests.tiny import tiny_model
 from tests.tiny_vision import IMAGE_TOKENS, image_rows, picture, tiny_vision_model, uri
-from tests.training import LORA, SFT_ROWS, dataset, job_spec, of_kind, run
+from tests.training import LORA, SFT_ROWS, dataset, job_spec, losses, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
@@ -180,13 +179,6 @@ def test_a_preview_finds_each_turn_as_the_processor_has_it_at_inference(tmp_path
     assert set(marks) == {"0"}
 
 
-def test_a_row_whose_images_would_be_cut_is_dropped_and_counted(tmp_path: Path) -> None:
-    rows = image_rows(3)
-    _, events = run(tmp_path, image_job(tmp_path, "idefics3", rows=rows, max_seq_length=60))
-    messages = [event.message for event in of_kind(events, Warned)]
-    assert any("max_seq_length=60 would cut off a part of their images" in message for message in messages), messages
-
-
 def test_what_reads_no_images_refuses_them_by_a_sentence(tmp_path: Path) -> None:
     _, events = run(tmp_path, image_job(tmp_path, "llava").changed(source=job_spec(tmp_path, tiny_model()).source))
     (failed,) = of_kind(events, Failed)
@@ -194,16 +186,6 @@ def test_what_reads_no_images_refuses_them_by_a_sentence(tmp_path: Path) -> None
     assert "row 0 has 1 images" in failed.message
     _, events = run(tmp_path / "packed", image_job(tmp_path, packed=True))
     assert "the rows have images, and packed is true" in of_kind(events, Failed)[0].message
-
-
-def test_a_broken_image_is_named_with_its_row_and_turn(tmp_path: Path) -> None:
-    rows = image_rows(2)
-    rows[1]["messages"][0]["content"][0] = {"type": "image", "image": uri(picture(1)[:60])}
-    _, events = run(tmp_path, image_job(tmp_path, rows=rows))
-    (failed,) = of_kind(events, Failed)
-    assert failed.reason is Reason.invalid_dataset
-    assert "row 1" in failed.message
-    assert "turn 0: image 0 cannot be decoded" in failed.message
 
 
 def warnings(spec: JobSpec) -> list[str]:

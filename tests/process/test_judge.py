@@ -34,7 +34,7 @@ from tests.process.learned import learned
 from tests.ranks import Ranks
 from tests.required import in_full
 from tests.tiny import tiny_model
-from tests.training import LORA, job_spec, of_kind, run
+from tests.training import LORA, job_spec, of_kind, result_of, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 TEMPLATE = "{answer} to {prompt}? {reference}"
@@ -76,13 +76,6 @@ def spec_of(root: Path, models: tuple[Path, Path], *checks: dict[str, Any], **ch
     )
     fields = {"rows": ROWS, "batch_size": 2, "num_threads": 1, "work": EvaluateSpec(answers=answering), **changes}
     return job_spec(root, models[0], **fields)
-
-
-def result_of(events: list[Event]) -> dict[str, Any]:
-    assert not of_kind(events, Failed), of_kind(events, Failed)
-    (found,) = (event.result for event in of_kind(events, Finished))
-    assert found is not None
-    return found
 
 
 def files_of(spec: JobSpec) -> dict[str, bytes]:

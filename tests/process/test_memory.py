@@ -180,11 +180,11 @@ def held(spec: JobSpec, batch: Batch) -> Sequence[memory.Window]:
 @pytest.mark.parametrize(
     ("layers", "settings"),
     [
-        (10, {"gradient_checkpointing": True, "keep_attention": "always", "lora": LORA, "tile_mlp": "always"}),
+        (8, {"lora": LORA}),
         *in_full(
+            (10, {"gradient_checkpointing": True, "keep_attention": "always", "lora": LORA, "tile_mlp": "always"}),
             (17, {"gradient_checkpointing": True, "checkpoint_every": 2}),
             (8, {}),
-            (8, {"lora": LORA}),
             (10, {"gradient_checkpointing": True}),
             (10, {"gradient_checkpointing": True, "lora": LORA}),
         ),

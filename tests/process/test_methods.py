@@ -15,10 +15,11 @@ from llama_stack_provider_trl.specs.events import CheckpointSaved, Evaluated, Fa
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, RowNames, ShardingSpec
 from llama_stack_provider_trl.specs.methods import CpoSpec, KtoSpec, OrpoSpec, RewardSpec
 from tests.process.plain_trl import plain_arguments
+from tests.process.rank_numbers import numbers
 from tests.ranks import Ranks
 from tests.required import FULL, IN_FULL, in_full
 from tests.tiny import CHATML, tiny_model
-from tests.training import LORA, job_spec, of_kind, run
+from tests.training import LORA, job_spec, losses, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 STEPS = 20 if FULL else 5
@@ -58,10 +59,6 @@ ON_RANKS = ["orpo", "cpo", "simpo", "reward-centered", *KTO]
 @pytest.fixture(autouse=True)
 def without_the_notice_of_experimental_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-
-
-def losses(events: list[Any]) -> list[float]:
-    return [event.metrics["loss"] for event in of_kind(events, Progress)]
 
 
 @pytest.fixture(scope="module")
@@ -238,13 +235,6 @@ def test_a_language_model_becomes_a_reward_model_that_prefers_chosen_answers(
     (spec.checkpoint_dir / "final").rename(tmp_path / "first-final")
     resumed = run(tmp_path / "resumed", spec, spec.checkpoint_dir / "checkpoint-4")[1]
     assert losses(resumed) == losses(events)[4:]
-
-
-def numbers(events: list[Any]) -> list[dict[str, float]]:
-    """Every metric point, without what the clock decides."""
-    points = of_kind(events, Progress) + of_kind(events, Evaluated)
-    timed = ("tokens_per_second", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
-    return [{name: value for name, value in point.metrics.items() if name not in timed} for point in points]
 
 
 def assert_equal(method: str, one: list[Any], other: list[Any]) -> None:

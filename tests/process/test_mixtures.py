@@ -26,6 +26,7 @@ from llama_stack_provider_trl.specs.job import (
 )
 from llama_stack_provider_trl.specs.model_source import ReferenceSpec
 from llama_stack_provider_trl.specs.preflight import PreviewSpec
+from tests.process.rank_numbers import numbers
 from tests.ranks import Ranks
 from tests.required import in_full
 from tests.tiny import tiny_model
@@ -267,12 +268,6 @@ def test_a_dataset_of_which_an_epoch_takes_nothing_is_refused(tmp_path: Path) ->
     assert failed.message == (
         "dataset 'few' has weight 1e-06, and gets none of the 12 rows of an epoch: give it more, or leave it out"
     )
-
-
-def numbers(events: list[Any]) -> list[dict[str, float]]:
-    points = of_kind(events, Progress) + of_kind(events, Evaluated)
-    timed = ("tokens_per_second", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
-    return [{name: value for name, value in point.metrics.items() if name not in timed} for point in points]
 
 
 @pytest.mark.parametrize("algorithm", ["dpo", *in_full("sft")])

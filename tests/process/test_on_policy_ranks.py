@@ -90,9 +90,9 @@ def test_two_ranks_give_the_answers_and_weights_of_one_process_and_continue_exac
     ("lora", "sync", "strategy", "place", "vllms"),
     [
         (LORA, "adapter", "FULL_SHARD", {}, 2),
-        (None, "weights", "NO_SHARD", {"tensor_parallel_size": 2}, 1),
         (None, "weights", "FULL_SHARD", {"mode": "server"}, 1),
         *in_full(
+            (None, "weights", "NO_SHARD", {"tensor_parallel_size": 2}, 1),
             (None, "weights", "FULL_SHARD", {}, 2),
             (LORA, "adapter", "NO_SHARD", {"mode": "server", "tensor_parallel_size": 2}, 1),
             (LORA, "weights", "FULL_SHARD", {"tensor_parallel_size": 2}, 1),

@@ -42,10 +42,6 @@ def packed(root: Path, **changes: Any) -> JobSpec:
     return job_spec(root, tiny_model(), **fields)
 
 
-def losses(events: list[Any]) -> list[float]:
-    return [event.metrics["loss"] for event in of_kind(events, Progress)]
-
-
 # --- which rows go where ----------------------------------------------------------------------------------------------
 
 

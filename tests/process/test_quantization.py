@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import shutil
@@ -24,12 +23,13 @@ from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes.build import build_trainer
 from llama_stack_provider_trl.recipes.model.loading import linear_modules
 from llama_stack_provider_trl.recipes.model.quantization import fake_quantize, prepare_4bit_base
-from llama_stack_provider_trl.specs.events import CheckpointSaved, Failed, Prepared, Progress, Reason
+from llama_stack_provider_trl.specs.events import CheckpointSaved, Failed, Prepared, Reason
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, QatSpec, ShardingSpec
+from tests.process.rank_numbers import trained
 from tests.ranks import Ranks
 from tests.required import in_full
 from tests.tiny import tiny_model
-from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind, run
+from tests.training import DPO_ROWS, LORA, SFT_ROWS, digests, job_spec, losses, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
@@ -61,12 +61,6 @@ def spec_of(root: Path, algorithm: str, ranks: int = 1, strategy: str = "FULL_SH
     )
 
 
-def trained(ranks: Ranks, root: Path, spec: JobSpec, resume_from: Path | None = None) -> list[Any]:
-    codes, events = ranks.run(root / "run", spec, resume_from)
-    assert codes == [0] * spec.ranks, [event.message for event in of_kind(events, Failed)]
-    return events
-
-
 Alone = Callable[..., tuple[JobSpec, list[Any]]]
 
 
@@ -87,15 +81,6 @@ def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Alone:
         return train(algorithm, repr(changes))
 
     return find
-
-
-def losses(events: list[Any]) -> list[float]:
-    return [event.metrics["loss"] for event in of_kind(events, Progress)]
-
-
-def digests(spec: JobSpec) -> dict[str, str]:
-    files = (spec.checkpoint_dir / "final").glob("*.safetensors")
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def load(path: Path | str, **options: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from functools import cache
@@ -25,7 +24,7 @@ from tests.process.rank_numbers import GLOBAL_BATCH, ROWS, assert_same_numbers, 
 from tests.ranks import Ranks
 from tests.required import in_full
 from tests.tiny import tiny_tokenizer
-from tests.training import LORA, SAMPLES, of_kind, sampled
+from tests.training import LORA, SAMPLES, digests, of_kind, sampled
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 IA3 = LORA.model_copy(update={"method": "ia3"})
@@ -196,10 +195,10 @@ def test_whole_gradients_are_reduced_once_per_optimizer_step(ranks: Ranks, tmp_p
     together, sync, per_step = counted(tmp_path / "merged" / "run", merged)
     assert (sync, per_step) == ("", UNITS)  # one micro step: nothing is accumulated
     assert_same_numbers(together, expected)
-    digests = weight_digests(whole)
+    written = digests(whole)
     (whole.checkpoint_dir / "final").rename(tmp_path / "first-final")
     again, sync, _ = counted(tmp_path / "again", whole, whole.checkpoint_dir / "checkpoint-2")
-    assert (sync, again, weight_digests(whole)) == ("step", found[2:], digests)
+    assert (sync, again, digests(whole)) == ("step", found[2:], written)
     # An attempt that would choose otherwise does as its checkpoint did: every later number stays the same.
     resumed = parts.changed(gradient_sync="auto")
     again, sync, _ = counted(tmp_path / "resumed", resumed, parts.checkpoint_dir / "checkpoint-2")
@@ -285,13 +284,13 @@ def test_a_checkpoint_of_several_ranks_continues_exactly(
 ) -> None:
     spec = spec_of(tmp_path, algorithm, **{"ranks": 2, "strategy": strategy, "save_steps": 2, **changes})
     whole = trained(ranks, tmp_path / "first", spec)
-    digests = weight_digests(spec)
+    written = digests(spec)
     (spec.checkpoint_dir / "final").rename(tmp_path / "first-final")
     # In the second epoch, whose order of rows is not the first one's.
     resumed = trained(ranks, tmp_path / "second", spec, spec.checkpoint_dir / "checkpoint-4")
     assert of_kind(resumed, Prepared)[0].start_step == 4
     assert numbers(resumed) == numbers(whole)[4:]
-    assert weight_digests(spec) == digests
+    assert digests(spec) == written
 
 
 def test_at_an_order_to_stop_every_rank_saves_at_the_same_step(ranks: Ranks, tmp_path: Path) -> None:
@@ -313,11 +312,6 @@ def test_a_model_that_is_whole_on_every_rank_is_no_sharded_one() -> None:
     with pytest.raises(JobFailure, match="whole on every rank") as raised:
         describe(torch.nn.Linear(2, 2), spec)
     assert raised.value.reason == Reason.not_sharded
-
-
-def weight_digests(spec: JobSpec) -> dict[str, str]:
-    files = (spec.checkpoint_dir / "final").glob("*.safetensors")
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from llama_stack_provider_trl.system.process import ProcessId
 from tests import forked
 from tests.census import assert_clean
 from tests.forked import forked_warm_processes
-from tests.process.supervised import World
+from tests.process.supervised import World, is_forked
 from tests.required import FULL, IN_FULL, in_full
 from tests.training import of_kind
 
@@ -57,12 +57,6 @@ def held_at(world: World, point: str) -> tuple[RunDir, RunnerStatus]:
     status = RunnerStatus.read(paths.runner_status)
     assert status is not None
     return paths, status
-
-
-def is_forked(status: RunnerStatus) -> bool:
-    """Whether the runner has torch, which it does not import itself."""
-    assert status.runner is not None
-    return "libtorch" in Path(f"/proc/{status.runner.pid}/maps").read_text()
 
 
 def rank_processes(paths: RunDir) -> tuple[ProcessId, ProcessId]:

@@ -35,7 +35,7 @@ from llama_stack_provider_trl.system import process
 from llama_stack_provider_trl.system.files import RunDir
 from llama_stack_provider_trl.system.process import child_environment
 from tests.census import assert_clean
-from tests.process.supervised import KINDS, World
+from tests.process.supervised import KINDS, World, is_forked
 from tests.process.waiting import until
 from tests.required import in_full
 from tests.tiny import REPOSITORY, tiny_model
@@ -204,12 +204,6 @@ def hold(world: World, point: str) -> RunnerStatus:
 
 def spec_of(world: World) -> Path:
     return RunDir(world.store.get("job").run_dir or Path()).spec
-
-
-def is_forked(status: RunnerStatus) -> bool:
-    """Whether the runner has torch, which it does not import itself."""
-    assert status.runner is not None
-    return "libtorch" in Path(f"/proc/{status.runner.pid}/maps").read_text()
 
 
 def test_random_numbers_and_threads_of_a_fork_are_those_of_a_new_process(
