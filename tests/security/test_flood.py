@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.required import IN_FULL
 from tests.security.flood import MOST_MIB, OTHER, SMALL, TRAINING, failed_jobs, flooded
 from tests.security.monitor import Monitor
 
 pytestmark = pytest.mark.contract
 
 
-@IN_FULL  # CI: each kind by itself in test_connections.py, test_bodies.py, test_costly_work.py, test_quotas.py
 @pytest.mark.timeout(300)
 def test_a_training_continues_to_its_end_under_a_flood_of_connections_bodies_checks_and_jobs(tmp_path: Path) -> None:
     with flooded(tmp_path, SMALL) as flood:
