@@ -148,12 +148,11 @@ OPERATOR = "a file that the operator has named"
 PACKAGED = "a file of the installed package"
 ROW_FILE = "rows that the service has stored"
 FILES = {
-    "jobs.inputs.exported_models._read": BENEATH,
+    "jobs.inputs.damaged_models._modules": BENEATH,
     "jobs.inputs.resume_from._link": "creates a file; its source is opened by `open_regular`",
     "jobs.inputs.row_parts.split_parts.stored": ROW_FILE,
     "jobs.inputs.row_parts.stored_shard": ROW_FILE,
     "jobs.inputs.task_files._read": "below harness_roots, where no job writes; no FIFO is awaited",
-    "jobs.inputs.vocabularies._content": BENEATH,
     "jobs.store.database.Database._create": OWN_FILE,
     "jobs.store.database._sql": PACKAGED,
     "jobs.store.related.cancels.CancelOrders._slots": OWN_FILE,
@@ -196,7 +195,6 @@ FILES = {
     "remote.service.serving.served._opened": BENEATH,
     "remote.service.serving.served.copy_adapter": CREATED,
     "remote.service.space._count_weights": BENEATH,
-    "requests.bases._adapter_config": BENEATH,
 }
 """Who opens a file otherwise than by `open_in`, `open_regular` and `read_regular`, and why a job cannot have put a link
 or a FIFO there: the service would follow it, with what only the service may read."""

@@ -70,7 +70,7 @@ def test_a_kill_names_the_signal_and_its_likely_cause() -> None:
 def test_a_chat_template_that_the_kernel_has_ended_is_the_models_fault_and_not_tried_again() -> None:
     found = verdict(JobState.in_progress, NOTHING, ended(-ENDED_BY), "")
     assert found.reason is Reason.invalid_model
-    assert "a chat template did not end within 10 s of CPU time" in found.message
+    assert "a chat template, or the tokenizer, did not end within 10 s of CPU time" in found.message
 
 
 def test_an_end_without_an_exit_status_is_a_lost_node() -> None:
