@@ -379,7 +379,8 @@ def _resolution(
         resolution = resolve_work(request, work, options, settings, named, makers)
     own = models[0] if work and work.merging else Base(resolution.fields["source"], resolution.fields["adapter"])
     refuse_damaged(model.field, model.value, own, needs_tokenizer=not (work and work.merging))
-    if (lora := resolution.fields.get("lora")) is not None and work is None:
+    lora, adapter = resolution.fields.get("lora"), resolution.fields["adapter"]
+    if lora is not None and work is None and adapter is None:  # a continued one has its own modules
         field = METHODS[resolution.fields["method"].algorithm].lora_field
         refuse_unknown_modules(f"{field}.lora_attn_modules", own.source, lora.target_modules)
     if work is not None and work.exporting is not None:

@@ -38,6 +38,7 @@ from .data.prepare import TruncationCounter, read_examples
 from .data.prompts import encode_prompts
 from .data.sampling import BatchPlan, epoch_of_job
 from .data.token_texts import TokenTexts
+from .data.tokenizer_calls import decoded
 from .masked_rows import MaskedRow, RowReader
 from .model.loading import load_job_tokenizer, load_teacher_tokenizer, vocabulary_size
 from .model.positions import positions_of, within_positions
@@ -299,7 +300,8 @@ def _composition(row: MaskedRow, tokenizer: PreTrainedTokenizerBase) -> dict[str
     """What the row of an example has beside its texts."""
     messages = row.messages
     thoughts = [thought for message in messages if (thought := split_thought(message)[0])]
-    written = [tokenizer.decode(part.ids, clean_up_tokenization_spaces=False) for part in row.parts] if thoughts else []
+    parts = row.parts if thoughts else ()
+    written = [decoded(tokenizer, part.ids, clean_up_tokenization_spaces=False) for part in parts]
     return {
         "roles": [message["role"] for message in messages[:MOST_TURNS]],
         "tools": len(messages[0].get("tools", ())) if messages else 0,

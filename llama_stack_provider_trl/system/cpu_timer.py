@@ -8,10 +8,11 @@ Only the default action of a signal ends it. Linux only: elsewhere there is no t
 from __future__ import annotations
 
 import ctypes
-import os
 import signal
 import sys
 from functools import cache
+
+from .process import usable_cpus
 
 ENDED_BY = signal.SIGVTALRM
 """The signal whose default action ends the process: nothing else here sends it."""
@@ -43,7 +44,7 @@ class CpuTimer:
     user.
 
     Args:
-        of_all: of all threads, as many times as many seconds as there are cores: others may compute meanwhile.
+        of_all: of all threads, as many times as many seconds as this process has cores: others may compute meanwhile.
     """
 
     def __init__(self, seconds: float, *, of_all: bool = False) -> None:
@@ -53,7 +54,7 @@ class CpuTimer:
         timer = ctypes.c_void_p()
         event = _SigEvent(signo=ENDED_BY, notify=_SIGEV_SIGNAL)
         clock = _CLOCK_PROCESS_CPUTIME_ID if of_all else _CLOCK_THREAD_CPUTIME_ID
-        seconds *= (os.cpu_count() or 1) if of_all else 1
+        seconds *= usable_cpus() if of_all else 1
         if library.timer_create(clock, ctypes.byref(event), ctypes.byref(timer)):
             raise OSError(ctypes.get_errno(), "no timer of CPU time can be created")
         self._timer = timer

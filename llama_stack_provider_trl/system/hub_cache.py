@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from base64 import b64encode
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _REVISION = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)
 _YES = ("1", "ON", "YES", "TRUE")
-_HUB_SECONDS = 5
 
 
 class CachedCommit(NamedTuple):
@@ -87,26 +85,3 @@ def hub_shown(environ: Mapping[str, str]) -> str:
     """The hub's address without a password."""
     parts = urlsplit(hub_endpoint(environ))
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-
-
-def hub_status(environ: Mapping[str, str], model: str) -> int:
-    """The status of the hub's answer to a request for a model's configuration; 0: there is none."""
-    import urllib.request  # with ssl, which a process that requests nothing has no need of
-    from http.client import HTTPException
-
-    account = urlsplit(hub_endpoint(environ)).netloc.rpartition("@")[0]
-    headers = {"Authorization": f"Basic {b64encode(unquote(account).encode()).decode()}"} if account else {}
-    if token := environ.get("HF_TOKEN"):
-        headers = {"Authorization": f"Bearer {token}"}
-    url = f"{hub_shown(environ)}/{model}/resolve/main/config.json"
-    opener = urllib.request.OpenerDirector()  # follows no redirect, which would take the token elsewhere
-    for handler in (urllib.request.ProxyHandler, urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
-        opener.add_handler(handler())
-    try:
-        answer = opener.open(urllib.request.Request(url, headers=headers, method="HEAD"), timeout=_HUB_SECONDS)
-    except (OSError, HTTPException, ValueError):
-        return 0
-    if answer is None:  # the address has a scheme other than HTTP's
-        return 0
-    with answer:
-        return int(answer.status)

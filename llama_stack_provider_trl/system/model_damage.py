@@ -151,8 +151,8 @@ def tensors_in(name: str, file: BufferedReader) -> list[str]:
         raise ValueError(f"more than {SMALL} bytes of names")
     try:
         found = json.loads(content)
-        return list(found["weight_map"] if name.endswith(INDEX_ENDING) else found)
-    except (KeyError, TypeError, RecursionError) as error:
+        return [*(found["weight_map"] if name.endswith(INDEX_ENDING) else found).keys()]
+    except (AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(_shown(error)) from error
 
 

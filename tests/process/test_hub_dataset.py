@@ -11,12 +11,7 @@ from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.jobs.inputs.bases import find_base
-from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.launch.isolation import isolate
-from llama_stack_provider_trl.requests.bases import NamedModel
-from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
 from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry
 from llama_stack_provider_trl_remote.service.http.dataset_bodies import RegisterDataset
@@ -163,29 +158,6 @@ def test_what_a_card_calls_an_image_is_opened_by_nobody(tmp_path: Path, hub: Hub
     (answer,) = read(tmp_path, hub, "hf://datasets/acme/opened")
     assert not [one for one in hub.asked if "secret-admin" in one]
     assert [row["x"]["path"] for row in answer["rows"]] == [f"{hub.url}/secret-admin", "/etc/hostname", "/nonexistent"]
-
-
-def test_a_model_id_without_a_slash_is_refused_where_the_hub_has_none_or_does_not_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    settings = Settings(data_dir=tmp_path / "data", devices=("cpu",))
-    model, store = NamedModel("model", "gpt2", "next"), Store(tmp_path / "jobs.sqlite3")
-
-    def refusal(nodes: int = 1) -> str:
-        with pytest.raises(InvalidRequest) as error:
-            find_base(model, store, settings.model_copy(update={"max_nodes": nodes}))
-        return error.value.hint
-
-    with serve() as hub:
-        monkeypatch.setenv("HF_ENDPOINT", hub.url.replace("//", "//user:secret@"))
-        assert f"the hub {hub.url} has none (404): name a directory" in refusal(nodes=2)
-        for hub.status in (307, 200, 503):  # it was renamed (the redirect is not followed); it is there; it may be
-            assert find_base(model, store, settings) is None
-        assert set(hub.asked) == {"HEAD /gpt2/resolve/main/config.json"}
-    assert f"the hub {hub.url} does not answer: name a directory" in refusal()
-    assert find_base(model, store, settings.model_copy(update={"max_nodes": 2})) is None
 
 
 def test_jobs_on_a_branch_that_moves_have_the_rows_and_the_commit_of_their_time(

@@ -112,8 +112,7 @@ def test_a_weight_of_another_shape_than_by_its_configuration_is_named_with_both(
 def test_a_job_and_its_preflight_end_with_it_before_a_row_is_read(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, is_preflight: bool
 ) -> None:
-    for module in ("build", "preflight"):
-        monkeypatch.setattr(f"llama_stack_provider_trl.recipes.{module}.Preparation", _no_rows)
+    monkeypatch.setattr("llama_stack_provider_trl.recipes.data.mixed.Preparation", _no_rows)
     configured(model, vocab_size=1100)
     more: dict[str, Any] = {"preflight": PreflightSpec(device="cpu")} if is_preflight else {}
     status, events = run(tmp_path / "run", job_spec(tmp_path, model), **more)

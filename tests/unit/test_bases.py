@@ -62,6 +62,9 @@ def test_a_name_without_a_slash_that_is_nothing_here_is_refused_where_the_hub_is
         "(HF_HUB_OFFLINE): name a directory, job:NAME, or a model id such as org/name",
     )
     assert find_base(named, store, settings.model_copy(update={"max_nodes": 2})) is None
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    assert find_base(named, store, settings) is None
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert find_base(model_of(request("org/name")), store, settings) is None
     commit = "0" * 40
     (tmp_path / "hub" / "models--gpt2" / "snapshots" / commit).mkdir(parents=True)

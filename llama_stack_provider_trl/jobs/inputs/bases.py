@@ -24,7 +24,7 @@ from ...specs.bases import parts_of
 from ...specs.job import JobSpec
 from ...specs.model_source import ModelSource
 from ...system.files import is_whole
-from ...system.hub_cache import find_snapshot, hub_shown, hub_status, is_offline
+from ...system.hub_cache import find_snapshot, is_offline
 from ..decisions.states import JobState
 from ..store.store import Store
 
@@ -50,7 +50,7 @@ def find_base(model: NamedModel, store: Store, settings: Settings | None = None)
     that is no name of a job, or of a search that has not completed; or a name without a slash of no model.
 
     Args:
-        settings: None: the hub is not requested to find out whether it has a model.
+        settings: None: a name that is nothing here is taken.
     """
     job_uuid = base_job_of(model)
     if job_uuid is None:
@@ -73,18 +73,10 @@ def _refuse_unknown_name(model: NamedModel, store: Store, settings: Settings | N
     here = "there is no such directory, and no such model in the cache here"
     if store.state_of(value) is not None:
         raise InvalidRequest(name, value, f"{here}; was {PREFIX}{value} meant?")
-    if settings is None:
-        return
-    offline, hub = is_offline(os.environ), f"the hub {hub_shown(os.environ)}"
-    status = 0 if offline else hub_status(os.environ, value)
-    if status in (401, 404):  # the hub's answers without a token, and with one
-        why = f"{hub} has none ({status})"
-    elif status or settings.max_nodes > 1:  # it may be in the cache of a node
-        return
-    else:
-        why = "the hub is not used (HF_HUB_OFFLINE)" if offline else f"{hub} does not answer"
-    hint = f"{here}, no such job, and {why}: name a directory, {PREFIX}NAME, or a model id such as org/name"
-    raise InvalidRequest(name, value, hint)
+    if settings is None or settings.max_nodes > 1 or not is_offline(os.environ):
+        return  # it may be in the cache of a node, or at the hub
+    hint = f"name a directory, {PREFIX}NAME, or a model id such as org/name"
+    raise InvalidRequest(name, value, f"{here}, no such job, and the hub is not used (HF_HUB_OFFLINE): {hint}")
 
 
 def find_read(model: NamedModel, settings: Settings, store: Store) -> Base:

@@ -18,6 +18,7 @@ from ...specs.rows import Message
 from ...specs.work import Answering
 from ..data.chat import Chat
 from ..data.embedded import check_embedded
+from ..data.tokenizer_calls import decoded
 from ..model.loading import load_job_tokenizer, vocabulary_size
 from ..model.positions import positions_of
 
@@ -104,5 +105,5 @@ class Answerer(ABC):
     def _answered(self, tokens: list[int]) -> Answered:
         end = next((number for number, token in enumerate(tokens) if token in self.ends), None)
         kept = tokens if end is None else tokens[: end + 1]
-        text = self.tokenizer.decode(kept, skip_special_tokens=True)
+        text = decoded(self.tokenizer, kept, skip_special_tokens=True)
         return Answered(text, len(kept), end is not None)

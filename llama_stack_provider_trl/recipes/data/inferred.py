@@ -26,7 +26,7 @@ from .tables import IGNORED
 from .templates import rendered, rendered_ids
 from .token_texts import TokenTexts
 from .tokenize import Encoded
-from .tokenizer_calls import call_tokenizer
+from .tokenizer_calls import call_tokenizer, decoded
 from .turns import trained_numbers
 
 _SHOWN_TOKENS = 8
@@ -244,7 +244,7 @@ class Inference:
         return TokenTexts(self.chat.tokenizer)
 
     def _decoded(self, ids: Sequence[int]) -> str:
-        return str(self.chat.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+        return decoded(self.chat.tokenizer, ids, clean_up_tokenization_spaces=False)
 
 
 def _cut(text: str) -> str:

@@ -54,6 +54,7 @@ from .tables import (
     with_source,
 )
 from .tokenize import SftEncoder, encode_chats, encode_labelled, encode_pairs
+from .tokenizer_calls import decoded
 
 CHUNK_ROWS = 1000
 """Rows tokenized at once: enough to amortize a call, with Python lists below 100 MB."""
@@ -620,7 +621,7 @@ class TruncationCounter:
         yield from chat.endings.warnings()
         if self.example_end and self.eos is not None and not self.eos_trained and not chat.endings.open:
             yield (
-                f"answers end in {chat.tokenizer.decode(self.example_end)!r}, not in the tokenizer's eos_token "
+                f"answers end in {decoded(chat.tokenizer, self.example_end)!r}, not in the tokenizer's eos_token "
                 f"{chat.tokenizer.eos_token!r}: generation stops there only if generation_config.eos_token_id lists it"
             )
 

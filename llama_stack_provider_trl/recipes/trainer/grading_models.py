@@ -14,6 +14,7 @@ from ...specs.work import FurtherModel
 from ..data.chat import Chat, LostTurns
 from ..data.embedded import check_embedded
 from ..data.forms import THINK, opens_thought
+from ..data.tokenizer_calls import decoded
 from ..model.adapters import load_to_infer
 from ..model.generation import Sampler, answer_ends, answer_ids
 from ..model.loading import load_job_tokenizer, vocabulary_size
@@ -82,7 +83,7 @@ class GradingModel:
                 continue
             fitting = fitting[len(numbers) :]
             for number, tokens in zip(numbers, ids, strict=True):
-                text = f"{self._begins(encoded[number])}{self._tokenizer.decode(tokens, skip_special_tokens=True)}"
+                text = f"{self._begins(encoded[number])}{decoded(self._tokenizer, tokens, skip_special_tokens=True)}"
                 found[number] = Reply(text, bool(tokens) and tokens[-1] in self._ends)
         return found
 

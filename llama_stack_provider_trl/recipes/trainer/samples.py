@@ -12,6 +12,7 @@ import torch
 from ...errors import JobFailure
 from ...specs.events import Answer, Reason
 from ..checkpoint import random_state
+from ..data.tokenizer_calls import decoded
 from ..distributed import ranks
 from ..model.fsdp import answering, is_sharded
 from ..model.generation import answer_ends
@@ -73,7 +74,7 @@ class PromptAnswers:
             tokens.append(token)
             complete = token in ends
             self._heartbeat()
-        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        text = decoded(tokenizer, tokens, skip_special_tokens=True)
         return Answer(text=text, tokens=len(tokens), complete=complete)
 
 

@@ -91,6 +91,8 @@ class ServingProcess:
         self.used_at = time.monotonic()
         self._copying = asyncio.Lock()
         self._reason, self._gave_way, self._by_tokenizer = "", False, False
+        self._is_alone = False
+        """Whether it was answering a single request at its end."""
         self._ends = asyncio.Event()
         self._life = asyncio.create_task(self._live(), name=f"serving {directory.name}")
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -156,7 +158,7 @@ class ServingProcess:
             self._reason or "it was idle",
             gave_way=self._gave_way,
             unanswered=not begun,
-            by_tokenizer=reads and self._by_tokenizer,
+            by_tokenizer=self._by_tokenizer and (reads or self._is_alone),
         )
 
     async def _exchange(self, request: ServeRequest) -> AsyncGenerator[Answer]:
@@ -236,7 +238,7 @@ class ServingProcess:
     async def _clean_up(self) -> None:
         seen = await asyncio.to_thread(self._end)
         self._gave_way = seen.detail.startswith(("gave way to ", "waiting for device "))
-        self._by_tokenizer = seen.exit_code == -ENDED_BY
+        self._by_tokenizer, self._is_alone = seen.exit_code == -ENDED_BY, self.callers.total() == 1
         self._reason = self._reason or await asyncio.to_thread(self._reason_of, seen)
         await asyncio.to_thread(shutil.rmtree, self._directory, True)
 

@@ -74,9 +74,9 @@ class Serving:
         self._processes: dict[tuple[ModelSource, str], ServingProcess] = {}
         self._placing = asyncio.Lock()
         self._chats: Counter[str] = Counter()
-        self._unending: dict[tuple[ModelSource, str, str], None] = {}
-        """Models, with an adapter's files, whose chat template or tokenizer has ended their process: it would end every
-        chat that others have with that base model, again and again."""
+        self._unending: dict[tuple[ModelSource, str, str, bool], None] = {}
+        """Models, with an adapter's files, whose chat template or tokenizer has ended their process in a chat, or
+        without one: it would end every chat that others have with that base model, again and again."""
 
     def prepare(self) -> None:
         """Recreate the directory, and end what is left there of an earlier service."""
@@ -130,7 +130,11 @@ class Serving:
                 yield message
 
     async def _answer(self, served: Served, request: ServeRequest) -> AsyncGenerator[Answer]:
-        written_by = (*served.key, "" if served.adapter is None else served.adapter.digest)
+        written_by = (
+            *served.key,
+            "" if served.adapter is None else served.adapter.digest,
+            request.messages is not None,
+        )
         if written_by in self._unending:
             yield AnswerRefused(message=UNENDED, is_request=True)
             return
