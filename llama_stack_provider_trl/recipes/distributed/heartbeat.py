@@ -21,7 +21,7 @@ _BYTES = 1 << 20
 
 
 @contextmanager
-def heartbeat(writer: EventWriter, pid: int | None = None, *, may_wait: bool = False) -> Iterator[None]:
+def heartbeat(writer: EventWriter, pid: int | None = None) -> Iterator[None]:
     """While this is open, send a heartbeat whenever a process has worked since the last poll.
 
     Not for training itself, where each step sends one.
@@ -29,7 +29,6 @@ def heartbeat(writer: EventWriter, pid: int | None = None, *, may_wait: bool = F
     Args:
         pid: of a child that works for this process; None: this process. Only its child's work counts of a rank beyond
             the first, which itself takes CPU time while it waits for another rank.
-        may_wait: it need not have worked: what it waits for has timeouts of its own.
     """
     if pid is None and isinstance(writer, NullEventWriter):
         yield
@@ -41,7 +40,7 @@ def heartbeat(writer: EventWriter, pid: int | None = None, *, may_wait: bool = F
         before = work_done(pid)
         while not over.wait(POLL_INTERVAL):
             now = work_done(pid)
-            if may_wait or now[0] - before[0] > _CPU * POLL_INTERVAL or now[1] - before[1] > _BYTES:
+            if now[0] - before[0] > _CPU * POLL_INTERVAL or now[1] - before[1] > _BYTES:
                 send()
             before = now
 

@@ -25,7 +25,6 @@ from ...errors import JobFailure
 from ...specs.events import EventWriter, Failed, Reason
 from ...system.files import RunDir
 from . import ranks
-from .heartbeat import heartbeat
 
 RENDEZVOUS_TIMEOUT = 180.0
 """Seconds that ranks wait for each other at the start. Launchers start them together; a cold disk delays one."""
@@ -62,7 +61,7 @@ def connected_peers(device: torch.device, run_dir: Path, writer: EventWriter) ->
         torch.cuda.set_device(device)
     several = ranks.world_size() > ranks.local_world_size()
     mbit_per_s = None
-    with heartbeat(writer, may_wait=True) if several else nullcontext():
+    with _heartbeats(writer) if several else nullcontext():
         monitor = None
         if several:
             group, hosts = _rendezvous()
@@ -86,6 +85,24 @@ def backend_of(device: torch.device) -> str:
     """The backend of a process group. Beside NCCL there is gloo: under fsdp_cpu_offload gradients are clipped, and
     checkpoints saved, from tensors in CPU memory, which NCCL does not exchange (pytorch#148532)."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+@contextmanager
+def _heartbeats(writer: EventWriter) -> Iterator[None]:
+    """Send heartbeats while this is open: the rendezvous has timeouts of its own, so no rank counts as hung."""
+    over = threading.Event()
+
+    def heartbeat() -> None:
+        while not over.wait(EXCHANGE_INTERVAL):
+            writer.heartbeat()
+
+    thread = threading.Thread(target=heartbeat, name="rendezvous heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _rendezvous() -> tuple[dist.ProcessGroup, list[str]]:
