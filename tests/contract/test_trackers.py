@@ -11,6 +11,7 @@ import socket
 import sqlite3
 import struct
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -26,9 +27,9 @@ from llama_stack_provider_trl.requests.trackers import PACKAGES
 from llama_stack_provider_trl.system.data_dir import DATABASE, DataDir
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import TrainingService, refusal, running
-from tests.contract.stack import SFT, Json, LlamaStack, poll
+from tests.contract.stack import SFT, Json, LlamaStack, poll, serving
 from tests.contract.wandb_server import WandbServer
-from tests.required import FULL, lacking
+from tests.required import FULL, IN_FULL, lacking
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
 
@@ -323,6 +324,26 @@ def test_a_tracker_that_fails_delays_nothing_and_catches_up(
     assert other.trackers("late")["mlflow"]["state"] == "up_to_date"
 
 
+@IN_FULL  # CI: the exporter is killed while it writes, above
+@pytest.mark.skipif("mlflow" not in INSTALLED, reason="the extra mlflow is not installed")
+def test_a_database_of_mlflow_whose_creation_was_killed_is_created_again(tmp_path: Path) -> None:
+    program = f"""
+from llama_stack_provider_trl.export.mlflow import Mlflow
+print(Mlflow("sqlite:///{tmp_path}/runs.sqlite3")._experiment("p"))
+"""
+    environ = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"}
+    first = subprocess.Popen([sys.executable, "-c", program], env=environ)
+    unfinished = tmp_path / ".runs.sqlite3.unfinished"
+    # Of 950 kB, after which the tables of the first release are there and those of later ones are added.
+    poll(lambda: unfinished.exists() and unfinished.stat().st_size > 200_000, "tables", timeout=60, pause=0.001)
+    first.kill()
+    first.wait(10)
+    assert (tmp_path / "runs.sqlite3").exists() is False
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["runs.sqlite3"]
+
+
 @pytest.mark.skipif(not MLFLOW, reason="TRL_MLFLOW names no mlflow of the whole package: a server is started with it")
 def test_a_server_of_mlflow_that_is_away_and_killed_has_every_point_once(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -439,3 +460,24 @@ def test_a_choice_that_a_client_does_not_have_is_a_400(service: TrackedService) 
         ({"tensorboard": {"run": "../x"}}, "logger_config.tensorboard.run='../x'"),
     ):
         assert message in refusal(service.post(SFT, body("refused", trackers)))
+
+
+@IN_FULL  # CI: the same exporter beside the service
+@pytest.mark.skipif("tensorboard" not in INSTALLED, reason="the extra tensorboard is not installed")
+def test_the_inline_provider_exports_to_its_default_trackers(tmp_path: Path) -> None:
+    stack = LlamaStack(tmp_path)
+    stack.configure(trackers={"default": ["tensorboard"], "tensorboard": {}})
+    with serving(stack):
+        stack.register("rows", QUESTIONS)
+        request = sft("inline", "rows")
+        stack.submit(SFT, request)
+        refused = refusal(stack.post(SFT, {**request, "job_uuid": "other", "logger_config": {"wandb": True}}))
+        assert "configured here are: tensorboard" in refused
+        stack.wait("inline", "completed")
+        poll(lambda: tracked_step(stack), "the points are exported", timeout=60)
+        assert_tensorboard(stack, "inline")
+
+
+def tracked_step(stack: LlamaStack) -> int | None:
+    shown = stack.status("inline")["resources_allocated"]["trackers"]["tensorboard"]
+    return shown["step"] if shown["state"] == "up_to_date" else None

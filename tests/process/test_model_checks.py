@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, ShiraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, core_model_loading
@@ -254,6 +255,21 @@ def test_a_configuration_of_which_no_model_is_built_is_named_as_the_cause(
         assert sentence in refusal(check, model)
     else:
         check()
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("ViT", "it cannot be loaded as a causal language model"),
+        ("Bert", "It is no causal language model, or a file is missing"),
+    ],
+)
+def test_a_model_that_writes_no_text_is_named_as_the_cause(model: Path, kind: str, sentence: str) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    more = {"ViT": {"image_size": 32, "patch_size": 16}, "Bert": {"vocab_size": 1024}}[kind]
+    config = getattr(transformers, f"{kind}Config")(**sizes, **more)
+    getattr(transformers, f"{kind}Model")(config).save_pretrained(model)
+    assert sentence in refusal(lambda: check_weights(source_of(model)), model)
 
 
 def test_a_tokenizer_that_cannot_tokenize_is_the_fault_of_the_model(tmp_path: Path, model: Path) -> None:
