@@ -210,7 +210,7 @@ class _Init:
             _build(self.view, privileged)
             # Before: what a process with the right to it has set, one without it cannot set back (oom_score_adj).
             self.prepare()
-            _drop_privileges()
+            _drop_privileges(_KEPT_CAPABILITIES if privileged else ())
             status = self._run_program()
         except NotIsolated as error:
             self._send(error=error.strerror, errno=error.errno, isolation=True)
@@ -413,13 +413,17 @@ class _Capabilities(ctypes.Structure):
     _fields_ = (("effective", ctypes.c_uint32), ("permitted", ctypes.c_uint32), ("inheritable", ctypes.c_uint32))
 
 
-def _drop_privileges() -> None:
-    """Drop all capabilities but `_KEPT_CAPABILITIES`, and filter system calls, for this process and its children."""
-    kept = sum(1 << number for number in _KEPT_CAPABILITIES)
+def _drop_privileges(keep: Sequence[int]) -> None:
+    """Drop all other capabilities, and filter system calls, for this process and its children.
+
+    Those of a user namespace reach nothing that its user does not. A trainer that was forked with them would have what
+    a program that it starts has not, such as vLLM, which the kernel then keeps from the trainer's memory.
+    """
+    kept = sum(1 << number for number in keep)
     _checked(libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
     libc().prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
     for number in range(_LAST_CAPABILITY + 1):
-        if number not in _KEPT_CAPABILITIES and libc().prctl(_PR_CAPBSET_DROP, number, 0, 0, 0) != 0:
+        if number not in keep and libc().prctl(_PR_CAPBSET_DROP, number, 0, 0, 0) != 0:
             if ctypes.get_errno() == errno.EINVAL:
                 break  # the kernel has no more
             _checked(-1, "dropping capabilities")

@@ -144,7 +144,8 @@ def _check_devices(vllm: VllmSpec, fields: Mapping[str, Any], kind: str, setting
         raise InvalidRequest(f"{where}.vllm_mode", vllm.mode, hint)
     if ranks + size > most:
         hint = f"{ranks} for nproc_per_node and {size} for vLLM are {ranks + size} GPUs, and a job may take {most} here"
-        raise InvalidRequest(f"{where}.vllm_mode", vllm.mode, f"{hint}: set nproc_per_node to fewer, or 'colocate'")
+        todo = "set nproc_per_node to fewer, or 'colocate'" if most > size else "send 'colocate'"
+        raise InvalidRequest(f"{where}.vllm_mode", vllm.mode, f"{hint}: {todo}")
 
 
 def _why_merged(lora: LoraSpec | None, dtype: str, kind: str) -> str:

@@ -19,6 +19,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes import session
 from llama_stack_provider_trl.recipes.checkpoint import export as exporting
 from llama_stack_provider_trl.recipes.checkpoint import optimizer_state, random_state, shards
@@ -533,3 +534,10 @@ def test_a_resumed_job_counts_more_tokens_than_a_float32_can(tmp_path: Path) -> 
     for _ in range(3):
         TrainingMetrics.add_tokens(trainer, torch.tensor(1))
     assert float(trainer.num_tokens) == trained + 3
+
+
+def test_a_checkpoint_of_other_rows_per_step_is_refused_with_what_they_are_the_product_of(tmp_path: Path) -> None:
+    (tmp_path / "recipe_state.json").write_text(json.dumps({"num_tokens": 0.0, "rows_per_step": 2}))
+    trainer: Any = SimpleNamespace(batch_plan=SimpleNamespace(rows_per_step=3))
+    with pytest.raises(JobFailure, match=r"takes 3: choose .* x ranks / context_parallel_size = 2"):
+        StepCheckpoints.restore(trainer, tmp_path)

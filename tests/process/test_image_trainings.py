@@ -24,6 +24,7 @@ from llama_stack_provider_trl.specs.events import (
     Prepared,
     Progress,
     Reason,
+    Warned,
 )
 from llama_stack_provider_trl.specs.job import JobSpec, RowNames
 from llama_stack_provider_trl.specs.model_source import ModelSource
@@ -299,3 +300,10 @@ def test_a_column_of_images_is_read_as_parts_are(tmp_path: Path) -> None:
     ]
     one, other = (list(read_examples(dataset(tmp_path, rows).path, "sft")) for rows in (parts, column))
     assert one == other
+
+
+def test_a_row_whose_images_would_be_cut_is_dropped_and_counted(tmp_path: Path) -> None:
+    rows = image_rows(3)
+    _, events = run(tmp_path, image_job(tmp_path, "idefics3", rows=rows, max_seq_length=60))
+    messages = [event.message for event in of_kind(events, Warned)]
+    assert any("max_seq_length=60 would cut off a part of their images" in message for message in messages), messages

@@ -354,6 +354,7 @@ kill -0 {service} && echo reached the service
 umount {data} 2>&1 && echo reached what is covered
 true > {data}/mine/written || echo did not reach its own directory
 (true > {config}) && echo reached the settings
+[ "$(grep CapPrm /proc/1/status | cut -f2)" = 0000000000000000 ] || echo reached a capability
 echo $(stat -c %u /proc/self) > {data}/mine/done
 exit 3
 """

@@ -15,6 +15,7 @@ lora/model_manager.py:130, 1374; Worker.reload_weights in v1/worker/gpu_worker.p
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -246,7 +247,11 @@ def recorded_workers() -> list[Any]:
 
 def sentence_of(error: Exception, workers: list[Any]) -> str:
     """What has gone wrong. Of a worker that was killed vLLM itself reports that something was cancelled."""
-    if any(worker.exitcode == -signal.SIGKILL for worker in workers):
+    codes = list[Any]()
+    for worker in workers:
+        with contextlib.suppress(ValueError):  # it has ended, and was closed
+            codes.append(worker.exitcode)
+    if -signal.SIGKILL in codes:
         return "one of its processes was killed, as the kernel does when memory runs out"
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_LONGEST_ERROR]
 
