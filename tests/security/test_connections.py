@@ -445,10 +445,11 @@ def test_a_reader_that_takes_a_few_bytes_now_and_then_is_disconnected() -> None:
     async def test(peer: Peer) -> None:
         with socket.create_connection(peer.listener.getsockname()) as one:
             one.sendall(GET)
+            one.setblocking(False)  # the peer sends in the same loop
             while peer.acceptor.count == 0:
                 await asyncio.sleep(0.01)
             while peer.acceptor.count:
-                assert one.recv(50)
+                assert await asyncio.get_running_loop().sock_recv(one, 50)
                 await asyncio.sleep(0.05)
 
     with_peer(test, answers_without_end)
