@@ -29,10 +29,12 @@ from llama_stack_provider_trl.specs.row_verdicts import check_file
 from llama_stack_provider_trl.system.console import complain
 from llama_stack_provider_trl.system.files import put_rows
 from llama_stack_provider_trl.system.process import child_environment
+from llama_stack_provider_trl.system.texts import counted
 
 from ..row_files import has_preferences, read_row_file
 from .preview import job_body
 from .recipe_process import run_recipe
+from .refusals import in_a_shell
 from .terminal import emit
 
 _MODULE = "llama_stack_provider_trl.recipes.check"
@@ -124,7 +126,7 @@ def _spec(options: Namespace, method: str, rows: DatasetRef, directory: Path) ->
 
 def _problems(found: dict[str, Any], strict: bool) -> Iterator[str]:
     if found["refused"]:
-        yield f"a row does not train: {found['refused']}"
+        yield f"a row does not train: {in_a_shell(found['refused'])}"
         return
     if found["inference"]["different"]:
         counts = found["inference"]
@@ -140,7 +142,7 @@ def _lines(found: dict[str, Any], ok: bool) -> Iterator[str]:
     if found["refused"]:
         return
     data = found["data"]
-    made = f", which make {data['examples']} examples" if data["examples"] != data["read"] else ""
+    made = f", which make {counted(data['examples'], 'example')}" if data["examples"] != data["read"] else ""
     cut = f"{data['truncated']} of them cut to {found['max_seq_length']} tokens"
     yield f"rows    {data['read']}{made}: {data['trained']} trained, {cut}, {data['dropped']} dropped"
     yield (
