@@ -352,8 +352,9 @@ _OF_PATH = {
 
 def _of_path(error: Exception) -> str:
     """The sentence of an error about one path; empty: it is another error."""
-    is_of_path = isinstance(error, OSError) and isinstance(error.filename, str) and error.filename2 is None
-    if not is_of_path or (remedy := _OF_PATH.get(error.errno or 0)) is None:
+    if not isinstance(error, OSError) or not isinstance(error.filename, str) or error.filename2 is not None:
+        return ""
+    if error.errno is None or (remedy := _OF_PATH.get(error.errno)) is None:
         return ""
     problem = os.strerror(error.errno).lower()
     within = "" if os.path.isabs(error.filename) else f" in {os.getcwd()}"

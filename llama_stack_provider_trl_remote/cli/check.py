@@ -79,7 +79,7 @@ def _checked(options: Namespace, directory: Path) -> dict[str, Any]:
             raise InvalidRows(verdict["error"])
         found |= run_recipe(_MODULE, spec.model_dump_json(), "check")
     except InvalidRows as error:
-        return {**found, "refused": str(error)}
+        return {**found, "refused": in_a_shell(str(error))}
     except JobFailure as error:
         message = error.message.removeprefix(f"{error.reason}: ")
         if error.reason not in _OF_ROWS or (error.reason == Reason.invalid_model and not message.startswith("row ")):
@@ -126,7 +126,7 @@ def _spec(options: Namespace, method: str, rows: DatasetRef, directory: Path) ->
 
 def _problems(found: dict[str, Any], strict: bool) -> Iterator[str]:
     if found["refused"]:
-        yield f"a row does not train: {in_a_shell(found['refused'])}"
+        yield f"a row does not train: {found['refused']}"
         return
     if found["inference"]["different"]:
         counts = found["inference"]

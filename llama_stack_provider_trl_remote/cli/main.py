@@ -217,9 +217,9 @@ class _Parser(argparse.ArgumentParser):
         """Refuse words that a command does not know with its own usage. argparse leaves them to the topmost parser."""
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            name = next((word.partition("=")[0] for word in unknown if word.startswith("--")), "")
-            known = (known for action in self._actions for known in action.option_strings)
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{_nearest(name, known)}")
+            name = next((word[2:].partition("=")[0] for word in unknown if word.startswith("--")), "")
+            known = (option[2:] for action in self._actions for option in action.option_strings if option[:2] == "--")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{_nearest(name, known, '--')}")
         return options, unknown
 
     def error(self, message: str) -> NoReturn:
@@ -232,10 +232,14 @@ class _Parser(argparse.ArgumentParser):
 _CHOICES = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)", re.DOTALL)
 
 
-def _nearest(word: str, known: Iterable[str]) -> str:
-    """What was meant, perhaps; empty: nothing known is like it."""
+def _nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """What was meant, perhaps; empty: nothing known is like it.
+
+    Args:
+        prefix: what all names begin with, and which is left out of `word` and `known`.
+    """
     near = difflib.get_close_matches(word, list(known), 1)
-    return f"; was {near[0]} meant?" if near else ""
+    return f"; was {prefix}{near[0]} meant?" if near else ""
 
 
 def parser() -> argparse.ArgumentParser:

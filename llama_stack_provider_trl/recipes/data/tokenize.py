@@ -10,6 +10,7 @@ from ...specs.events import Reason
 from ...specs.images import count_images
 from ...specs.job import ReasoningUse, TrainOn
 from ...specs.rows import LabelledExample, Message, PreferenceExample, PromptExample, SftExample, is_plain
+from ...system.texts import counted
 from .chat import Chat, TokenIndex
 from .forms import END_THINK, split_thought, without_thought
 from .images import check_images
@@ -190,9 +191,9 @@ def has_images(
     if chat.images is None:
         raise JobFailure(
             Reason.invalid_model,
-            f"row {row} has {count} images, which only a vision-language model with a processor reads: the model "
-            f"{chat.tokenizer.name_or_path!r} is none, or the job does not train. Name such a model, or leave the "
-            "images out of the rows",
+            f"row {row} has {counted(count, 'image')}, which only a vision-language model with a processor reads: the "
+            f"model {chat.tokenizer.name_or_path!r} is none, or the job does not train. Name such a model, or leave "
+            "the images out of the rows",
         )
     check_images(messages, row, where)
     return True
