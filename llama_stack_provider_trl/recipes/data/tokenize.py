@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -42,6 +43,8 @@ class SftEncoder:
             for (_, before), (_, after) in zip(chunk, kept, strict=True):
                 self.chat.only_thoughts += _untrained(after) - _untrained(before)
             chunk = kept
+        for row, example in chunk:
+            self.chat.count_controls(example.messages or (), row)
         with_images = {row for row, example in chunk if has_images(self.chat, example, example.messages or (), row)}
         encoded: dict[int, list[Encoded]] = {}
         for kind, encode in self._kinds():
@@ -202,6 +205,8 @@ def has_images(
 def encode_pairs(chat: Chat, chunk: Sequence[tuple[int, PreferenceExample]]) -> Iterator[list[EncodedPair]]:
     """The pairs of each row, in the order of its `pairs`. Raises JobFailure, InvalidRows: as `has_images`;
     invalid_dataset, a text has a token of images."""
+    for row, example in chunk:
+        chat.count_controls(itertools.chain(example.prompt, *example.answers), row)
     with_images = {row for row, example in chunk if has_images(chat, example, example.prompt, row, "prompt")}
     rows = [(row, example) for row, example in chunk if example.pairs]
     prompts, answers = [example.prompt for _, example in rows], [example.answers for _, example in rows]
@@ -222,6 +227,8 @@ def encode_labelled(
     chat: Chat, chunk: Sequence[tuple[int, LabelledExample]]
 ) -> Iterator[tuple[list[int], list[int], bool]]:
     """Prompt and completion ids of each row, not yet cut, and its label."""
+    for row, example in chunk:
+        chat.count_controls(itertools.chain(example.prompt, example.completion), row)
     prompts, answers = [example.prompt for _, example in chunk], [(example.completion,) for _, example in chunk]
     split = split_rows(chat, prompts, answers, [row for row, _ in chunk])
     for (prompt, (answer,)), (_, example) in zip(split, chunk, strict=True):
