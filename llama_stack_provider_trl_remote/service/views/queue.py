@@ -15,6 +15,7 @@ from llama_stack_provider_trl.jobs.decisions.prediction import PredictedStart, p
 from llama_stack_provider_trl.jobs.decisions.states import TERMINAL, JobState, shown
 from llama_stack_provider_trl.jobs.store.records import JobRecord, JobSummary, ListedJob, ListOrder
 from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.requests.choices import nearest_choice
 
 from ..http.bodies import JobRow, QueueResponse, QueueRow
 
@@ -130,7 +131,7 @@ def states_named(text: str) -> list[JobState]:
         return [JobState(text)]
     states = [state for state in JobState if shown(state) == text]
     if not states:
-        raise InvalidRequest("status", text, f"expected one of {', '.join(JobState)}")
+        raise InvalidRequest("status", text, nearest_choice(text, list(JobState)))
     return states
 
 
