@@ -24,7 +24,7 @@ def test_each_state_has_a_word_of_its_own_that_names_it(state: JobState) -> None
     assert state_of(state) == state
 
 
-@pytest.mark.parametrize(("word", "near"), [("faild", "; the nearest is 'failed'"), ("xyz", "")])
+@pytest.mark.parametrize(("word", "near"), [("fail", "; the nearest is 'failed'"), ("xyz", "")])
 def test_a_status_that_there_is_not_is_refused_with_the_nearest(word: str, near: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         states_named(word)
