@@ -12,7 +12,7 @@ from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.specs.state_words import state_of, state_word
 from llama_stack_provider_trl_remote.cli.terminal import job_line, job_row, progress_line
 from llama_stack_provider_trl_remote.service import pages
-from llama_stack_provider_trl_remote.service.views.queue import states_named
+from llama_stack_provider_trl_remote.service.routes.jobs import _states_named
 
 PAGES = Path(pages.__file__).parent
 
@@ -27,7 +27,7 @@ def test_each_state_has_a_word_of_its_own_that_names_it(state: JobState) -> None
 @pytest.mark.parametrize(("word", "near"), [("fail", "; the nearest is 'failed'"), ("xyz", "")])
 def test_a_status_that_there_is_not_is_refused_with_the_nearest(word: str, near: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        states_named(word)
+        _states_named(word)
     assert str(caught.value).endswith(f"expected one of {', '.join(JobState)}{near}")
 
 
