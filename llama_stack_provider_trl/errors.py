@@ -20,6 +20,7 @@ A message states what was found, what was expected, and what to do next.
 from __future__ import annotations
 
 import errno
+import os
 import sqlite3
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -334,7 +335,30 @@ def sentence_of(error: Exception, again: str) -> str:
     """
     is_either = isinstance(error, OSError | StoreError)
     shortage = (shortage_of(error) or _exhausted(error)) if is_either else None
-    return str(error) if shortage is None else shortage.described(error, again)
+    return _of_path(error) or str(error) if shortage is None else shortage.described(error, again)
+
+
+_CORRECT = "correct the path"
+_ALLOW = "change its permissions, or name another path"
+_OF_PATH = {
+    errno.ENOENT: _CORRECT,
+    errno.ENOTDIR: _CORRECT,
+    errno.EISDIR: _CORRECT,
+    errno.EACCES: _ALLOW,
+    errno.EPERM: _ALLOW,
+}
+"""What to do about a path that the system refuses."""
+
+
+def _of_path(error: Exception) -> str:
+    """The sentence of an error about one path; empty: it is another error."""
+    if not isinstance(error, OSError) or not isinstance(error.filename, str) or error.filename2 is not None:
+        return ""
+    if error.errno is None or (remedy := _OF_PATH.get(error.errno)) is None:
+        return ""
+    problem = os.strerror(error.errno).lower()
+    within = "" if os.path.isabs(error.filename) else f" in {os.getcwd()}"
+    return f"{error.filename!r} cannot be used: {problem}{within}: {remedy}"
 
 
 def _exhausted(error: BaseException | None) -> Shortage | None:

@@ -45,7 +45,10 @@ async def pull(client: ServiceClient, job_uuid: str, name: str, target: Path, no
     # Named after its content, so that the rest of another checkpoint is not mistaken for this one's.
     digest = json_digest(files)[:12]
     staging = target.with_name(f".{target.name}.{digest}.pulling")
-    staging.mkdir(parents=True, exist_ok=True)
+    try:
+        staging.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # with the path that the user has named
+        raise OSError(error.errno, error.strerror, str(target)) from error
     for file in files:
         path = resolve_under(staging, file["path"], "checkpoint file")
         path.parent.mkdir(parents=True, exist_ok=True)

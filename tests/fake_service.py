@@ -201,7 +201,7 @@ class FakeService:
 
     def _post(self, path: str, body: Json) -> web.Response:
         self.posted.append((path, body))
-        if path in ("post-training/supervised-fine-tune", "post-training/preference-optimize"):
+        if path in ("post-training/supervised-fine-tune", "post-training/preference-optimize", "post-training/export"):
             self.jobs.setdefault(body["job_uuid"], [status(body["job_uuid"])])
             return web.json_response({"job_uuid": body["job_uuid"]})
         if path == "post-training/pipelines":

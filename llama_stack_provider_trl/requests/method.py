@@ -26,7 +26,7 @@ from .bodies import (
     SupervisedFineTuneRequest,
 )
 from .checks import parse_fields, unknown_fields
-from .choices import nearest_choice
+from .choices import nearest, nearest_choice
 from .custom import unknown_method
 from .distillation import with_model
 from .engines import with_vllm
@@ -147,7 +147,9 @@ def resolve_dpo_lora(options: ProviderOptions, warnings: list[str]) -> LoraSpec 
 
 def _lora(config: LoraFinetuningConfig, where: str, options: ProviderOptions, warnings: list[str]) -> LoraSpec:
     for path, name, value, known in unknown_fields(config, f"{where}."):
-        raise InvalidRequest(path + name, value, f"the fields are: {', '.join(known)}")
+        raise InvalidRequest(
+            path + name, value, f"there is no such field{nearest(name, known)}; the fields are: {', '.join(known)}"
+        )
     if config.type != "LoRA":
         raise InvalidRequest(f"{where}.type", config.type, "send 'LoRA'")
     if config.apply_lora_to_output:
@@ -195,7 +197,9 @@ def resolve_qat(request: SupervisedFineTuneRequest) -> QatSpec | None:
         return None
     config = parse_fields(QATFinetuningConfig, request.algorithm_config, "algorithm_config")
     for path, name, value, known in unknown_fields(config, "algorithm_config."):
-        hint = f"QAT trains every weight and has no LoRA fields; its fields are: {', '.join(known)}"
+        hint = (
+            f"QAT trains every weight and has no LoRA fields{nearest(name, known)}; its fields are: {', '.join(known)}"
+        )
         raise InvalidRequest(path + name, value, hint)
     quantizers = get_args(Quantizer)
     if config.quantizer_name not in quantizers:
@@ -218,7 +222,9 @@ def resolve_dpo(
 ) -> DpoSpec:
     config = parse_fields(DPOAlignmentConfig, request.algorithm_config or {}, "algorithm_config")
     for path, name, value, known in unknown_fields(config, "algorithm_config."):
-        raise InvalidRequest(path + name, value, f"the fields are: {', '.join(known)}")
+        raise InvalidRequest(
+            path + name, value, f"there is no such field{nearest(name, known)}; the fields are: {', '.join(known)}"
+        )
     if config.type not in (None, "dpo"):
         raise InvalidRequest("algorithm_config.type", config.type, unknown_method(config.type, method_names()))
     loss = config.loss_type or "sigmoid"

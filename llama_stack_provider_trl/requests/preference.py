@@ -22,7 +22,7 @@ from .bodies import (
     SimPOConfig,
 )
 from .checks import parse_fields, unknown_fields
-from .choices import nearest_choice
+from .choices import nearest, nearest_choice
 from .custom import resolve_custom, unknown_method
 from .distillation import resolve_distillation
 from .grpo import resolve_grpo
@@ -63,7 +63,7 @@ def resolve_preference(
     config = parse_fields(REQUESTED[name].fields, given, where)
     for path, field, value, known in unknown_fields(config, f"{where}."):
         title = METHODS[name].title  # type: ignore[index]  # it has every name of REQUESTED
-        hint = f"{title} has no such field; its fields are: {', '.join(known)}"
+        hint = f"{title} has no such field{nearest(field, known)}; its fields are: {', '.join(known)}"
         raise InvalidRequest(path + field, value, hint)
     return {"method": REQUESTED[name].resolve(config, options, where)}
 

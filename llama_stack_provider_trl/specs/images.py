@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..system.json_rows import FORMATS, MOST_BYTES, media_type
+from ..system.texts import counted
 
 MARK = "\ufffc"
 """U+FFFC, which Unicode has for an object within a text."""
@@ -131,7 +132,7 @@ def place_images(
         first["content"] = MARK * len(images) + first["content"]
         first["images"] = [*images, *first.get("images", ())]
     elif column is not None and waiting != len(images):
-        raise refuse(column, f"{len(images)} images", f"{waiting}, one for each placeholder in the messages")
+        raise refuse(column, counted(len(images), "image"), f"{waiting}, one for each placeholder in the messages")
     numbers = [number if place is None else place for number, place in enumerate(places)]
     if sorted(numbers) != [*range(waiting)]:
         raise refuse(where, f"image parts with the indexes {numbers}", f"each image of {column} once, from 0 on")

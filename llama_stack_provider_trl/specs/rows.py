@@ -205,6 +205,8 @@ class _Notes:
     """Rows of which no answer is better than another."""
     repeating: int = 0
     """Rows with an answer whose text begins with that of its prompt."""
+    unanswered: int = 0
+    """Conversations of SFT that end in a user turn."""
     weighted: Counter[str] = field(default_factory=Counter)
     """Turns by role that a row has weighted, though none of their role is trained."""
     listed: int = 0
@@ -598,6 +600,7 @@ def _conversation_reader(column: str) -> Callable[[_Row], SftExample]:
         messages = row.messages(column)
         if not any(message["role"] == "assistant" for message in messages):
             raise row.refuse(column, "no assistant turn", "at least one, since that is what is trained")
+        row.notes.unanswered += messages[-1]["role"] == "user"
         return SftExample(messages, None)
 
     return read
@@ -1446,6 +1449,11 @@ def _warnings(seen: _Seen, notes: _Notes, use: RowUse, data_format: DataFormat |
         warnings.append(
             f"{notes.repeating} of {seen.total()} rows have an answer that begins with its prompt's text, which is "
             "then there twice and trained: leave it out of the answers, unless they quote it"
+        )
+    if notes.unanswered:
+        warnings.append(
+            f"{notes.unanswered} of {seen.total()} rows end in a user turn, behind the last answer: it is trained only "
+            "where the loss covers every token. Add its answer, or leave the turn out"
         )
     if notes.identical:
         warnings.append(

@@ -117,6 +117,11 @@ def _cause(text: str, error: json.JSONDecodeError) -> str:
     return f"{name[1]} is not JSON: write true, false or null, or text in quotes" if name else ""
 
 
+def counted(number: int, what: str) -> str:
+    """A number with what it counts: 1 row, 2 rows."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def beginning_of(value: Any) -> str:
     """A value as Python writes it, of which 60 characters at most."""
     text = repr(value)

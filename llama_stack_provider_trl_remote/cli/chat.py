@@ -12,7 +12,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable, TrlError
+from llama_stack_provider_trl.errors import InvalidRequest, ServiceRefusal, ServiceUnreachable, TrlError
 from llama_stack_provider_trl.system.console import complain, show_json, show_lines, show_part
 
 from ..client import CHAT, ServiceClient
@@ -69,6 +69,8 @@ async def chat(client: ServiceClient, options: Namespace) -> int:
     system = [{"role": "system", "content": options.system}] if options.system else []
     talks = [Talk(client, model_name(name), sampling, list(system)) for name in names]
     if options.message is not None:
+        if not options.message.strip():
+            raise InvalidRequest("--message", options.message, "it is blank, expected what to ask the model.")
         return await _ask(talks, options.message, options)
     status = 0
     while (text := _typed_line() if sys.stdin.isatty() else await asyncio.to_thread(_read_line)) is not None:

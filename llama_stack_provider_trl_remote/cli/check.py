@@ -29,10 +29,12 @@ from llama_stack_provider_trl.specs.row_verdicts import check_file
 from llama_stack_provider_trl.system.console import complain
 from llama_stack_provider_trl.system.files import put_rows
 from llama_stack_provider_trl.system.process import child_environment
+from llama_stack_provider_trl.system.texts import counted
 
 from ..row_files import has_preferences, read_row_file
 from .preview import job_body
 from .recipe_process import run_recipe
+from .refusals import in_a_shell
 from .terminal import emit
 
 _MODULE = "llama_stack_provider_trl.recipes.check"
@@ -77,7 +79,7 @@ def _checked(options: Namespace, directory: Path) -> dict[str, Any]:
             raise InvalidRows(verdict["error"])
         found |= run_recipe(_MODULE, spec.model_dump_json(), "check")
     except InvalidRows as error:
-        return {**found, "refused": str(error)}
+        return {**found, "refused": in_a_shell(str(error))}
     except JobFailure as error:
         message = error.message.removeprefix(f"{error.reason}: ")
         if error.reason not in _OF_ROWS or (error.reason == Reason.invalid_model and not message.startswith("row ")):
@@ -140,7 +142,7 @@ def _lines(found: dict[str, Any], ok: bool) -> Iterator[str]:
     if found["refused"]:
         return
     data = found["data"]
-    made = f", which make {data['examples']} examples" if data["examples"] != data["read"] else ""
+    made = f", which make {counted(data['examples'], 'example')}" if data["examples"] != data["read"] else ""
     cut = f"{data['truncated']} of them cut to {found['max_seq_length']} tokens"
     yield f"rows    {data['read']}{made}: {data['trained']} trained, {cut}, {data['dropped']} dropped"
     yield (

@@ -14,6 +14,7 @@ from urllib.parse import quote
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.specs.state_words import state_of
 from llama_stack_provider_trl.system.console import complain, lines_of, show_json, show_lines
+from llama_stack_provider_trl.system.texts import counted
 
 from ..answer_lines import answer_lines
 from ..client import ServiceClient, job_path
@@ -219,7 +220,7 @@ async def add_dataset(client: ServiceClient, options: Namespace) -> int:
     with ExitStack() as files:
         blob = await asyncio.to_thread(files.enter_context, stored_rows(Path(options.file)))
         rows = await register_rows(client, blob, options.dataset_id)
-    emit(options, rows._asdict(), f"{rows.dataset_id}: {rows.num_rows} rows, {rows.sha256}")
+    emit(options, rows._asdict(), f"{rows.dataset_id}: {counted(rows.num_rows, 'row')}, {rows.sha256}")
     return 0
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import difflib
-import math
 import os
 import re
 import shlex
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import TrlError, sentence_of
@@ -214,20 +213,33 @@ def _agent(url: str, options: argparse.Namespace, environ: Mapping[str, str]) ->
 
 
 class _Parser(argparse.ArgumentParser):
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse words that a command does not know with its own usage. argparse leaves them to the topmost parser."""
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            name = next((word[2:].partition("=")[0] for word in unknown if word.startswith("--")), "")
+            known = (option[2:] for action in self._actions for option in action.option_strings if option[:2] == "--")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{_nearest(name, known, '--')}")
+        return options, unknown
+
     def error(self, message: str) -> NoReturn:
         """Report what is wrong with the words of a command, which may come from elsewhere, and what is like them."""
-        super().error(shown(f"{message}{_nearest(message)}"))
+        if found := _CHOICES.search(message):
+            message += _nearest(found[1], (one.strip(" '") for one in found[2].split(",")))
+        super().error(shown(message))
 
 
 _CHOICES = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)", re.DOTALL)
 
 
-def _nearest(message: str) -> str:
-    """What was meant, perhaps; empty: no choice is like it."""
-    if (found := _CHOICES.search(message)) is None:
-        return ""
-    near = difflib.get_close_matches(found[1], [one.strip(" '") for one in found[2].split(",")], 1)
-    return f"; was {near[0]} meant?" if near else ""
+def _nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """What was meant, perhaps; empty: nothing known is like it.
+
+    Args:
+        prefix: what all names begin with, and which is left out of `word` and `known`.
+    """
+    near = difflib.get_close_matches(word, list(known), 1)
+    return f"; was {prefix}{near[0]} meant?" if near else ""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -609,7 +621,7 @@ _lines = number(int, lambda value: 0 < value <= 10_000, "is not between 1 and 10
 _number = number(int, lambda value: value >= 0, "is less than 0")
 _port = number(int, lambda value: 0 <= value <= 65535, "is not between 0 and 65535")
 _positive = number(int, lambda value: 0 < value <= 10**6, "is not between 1 and 1000000")
-_rate_of_learning = number(float, lambda value: 0 < value < math.inf, "is not more than 0")
+_rate_of_learning = number(float, lambda value: value > 0, "is not more than 0")
 _seconds = number(float, lambda value: 0 < value <= 3600, "is not between 0 and 3600 seconds")
 _smoothing = number(float, lambda value: 0 <= value < 1, "is not from 0 to less than 1")
 
@@ -643,6 +655,9 @@ def _weights(text: str) -> list[float]:
 
 def _method(text: str) -> str:
     if text not in TRAINED:
+        near = difflib.get_close_matches(text, [*TRAINED, "grpo", "distillation"], 1)
+        if near and near[0] in TRAINED:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(TRAINED)}; was {near[0]} meant?")
         raise argparse.ArgumentTypeError(
             f"{text!r} is none of {', '.join(TRAINED)}; grpo (rewards), distillation (a teacher) and methods of "
             "installed packages have fields of their own: write them into algorithm_config of a file, and use "

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from llama_stack_provider_trl.specs.previewed import composition_sentence, inference_sentence, turn_sentence
+from llama_stack_provider_trl.system.texts import counted
 
 from ..client import ServiceClient
 from ..trl_client import preview_request
@@ -76,11 +77,11 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
             yield f"  {composition}"
         yield from (f"  {turn_sentence(turn)}" for turn in row["turns"])
     counts = f"{data['trained']} trained, {data['truncated']} of them cut to {found['max_seq_length']} tokens"
-    made = f", which make {data['examples']} examples" if data["examples"] != data["read"] else ""
-    yield f"{data['read']} of {data['num_rows']} rows read{made}: {counts}, {data['dropped']} dropped"
+    made = f", which make {counted(data['examples'], 'example')}" if data["examples"] != data["read"] else ""
+    yield f"{data['read']} of {counted(data['num_rows'], 'row')} read{made}: {counts}, {data['dropped']} dropped"
     yield f"{data['trained_tokens']} of {data['total_tokens']} tokens in the loss; longest {data['longest_before_cut']}"
     if data.get("images"):
-        yield f"{data['images']} images, whose tokens carry no loss"
+        yield f"{counted(data['images'], 'image')}, whose tokens carry no loss"
     for bucket in data["histogram"]:
         yield f"  up to {bucket['up_to']:>7} tokens: {bucket['rows']}"
     yield inference_sentence(found["inference"])

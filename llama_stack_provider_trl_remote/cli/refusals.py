@@ -18,6 +18,7 @@ _NEAR = 0.65
 _MOST_NAMES = 1000
 _END = r"(?![\w/-])"
 """Behind it the path goes on: another call, which the command does not do."""
+_METHOD = "--method {0} (for the request of a file --algorithm {0})"
 _CALLS = tuple(
     (re.compile(call), command)
     for call, command in (
@@ -25,6 +26,8 @@ _CALLS = tuple(
         (rf"GET /v1/post-training/(?:jobs|queue){_END}", "trl-remote jobs list"),
         (r"DELETE /v1/post-training/jobs/", "trl-remote jobs delete "),
         (rf"POST /v1/post-training/(generate|evaluate|merge|export){_END}", r"the kind \1"),
+        (r"POST /v1/post-training/supervised-fine-tune meant", f"{_METHOD.format('sft')} meant"),
+        (r"POST /v1/post-training/preference-optimize meant", f"{_METHOD.format('dpo')} meant"),
         (rf"POST /v1/post-training/(supervised-fine-tune|preference-optimize){_END}", r"\1"),
         (rf"GET /v1/datasets{_END}", "trl-remote datasets list"),
         (r"DELETE /v1/datasets/", "trl-remote datasets delete "),

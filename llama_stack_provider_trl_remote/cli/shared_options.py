@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,8 @@ def number[Value: (int, float)](
 
     def parsed(text: str) -> Value:
         value = kind(text)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise argparse.ArgumentTypeError(f"{text} is not finite: expected a number")
         if not fits(value):
             raise argparse.ArgumentTypeError(f"{text} {problem}")
         return value

@@ -14,6 +14,7 @@ from typing import Any
 from llama_stack_provider_trl.specs.memory import PARTS
 from llama_stack_provider_trl.specs.state_words import state_word
 from llama_stack_provider_trl.system.console import lines_of, show_json, show_lines, shown
+from llama_stack_provider_trl.system.texts import counted
 
 _BAR, _SHORTEST_BAR = 24, 5
 _NARROWEST = 8
@@ -413,7 +414,7 @@ def preflight_lines(found: dict[str, Any]) -> list[str]:
     per = f"each of {memory['devices']} {memory['device']} devices" if memory["devices"] > 1 else memory["device"]
     total = data["num_rows"]
     if data["examples"] != total:
-        total = f"{data['examples']} examples made of {total} rows"
+        total = f"{counted(data['examples'], 'example')} made of {counted(total, 'row')}"
     lengths = "  ".join(f"<={bucket['up_to']}: {bucket['rows']}" for bucket in data["histogram"])
     return [
         f"rows    {data['trained']} of {total}, {data['truncated']} truncated, {data['dropped']} dropped",

@@ -17,6 +17,7 @@ from llama_stack_provider_trl.errors import InvalidRequest, JobConflict
 from llama_stack_provider_trl.specs.row_files import stem_of
 from llama_stack_provider_trl.specs.state_words import state_word
 from llama_stack_provider_trl.system.console import complain, show_lines
+from llama_stack_provider_trl.system.texts import counted
 
 from ..client import ServiceClient, job_path
 from ..follow import ENDED
@@ -75,7 +76,7 @@ async def train(client: ServiceClient, options: Namespace) -> int:
         body.setdefault("provider_options", {})["evaluate"] = own_evaluation(method, model, str(validation_id))
         options.promote_if = of_job(options.promote_if, job_uuid)
     if not (options.json or options.detach):
-        show_lines(*(f"{dataset.dataset_id}: {dataset.num_rows} rows" for dataset in datasets))
+        show_lines(*(f"{dataset.dataset_id}: {counted(dataset.num_rows, 'row')}" for dataset in datasets))
     return await _submit_and_follow(client, body, options, "sft" if method == "sft" else "dpo")
 
 
@@ -112,7 +113,7 @@ async def export(client: ServiceClient, options: Namespace) -> int:
     """Submit a job that exports a model, follow it, and pull the export."""
     await _check_end(client, options)
     model = exported_model(options.model, client.url)
-    stem = model.removeprefix("job:").rstrip("/").rpartition("/")[2]
+    stem = model.removeprefix("job:") if model.startswith("job:") else model.rstrip("/").rpartition("/")[2]
     body = {
         "kind": "export",
         "job_uuid": options.job or _new_name(f"{options.to}-{stem}"),

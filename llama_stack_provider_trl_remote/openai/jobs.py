@@ -111,7 +111,7 @@ class FineTuning:
         except InvalidRows as error:
             is_other = body.validation_file is not None and body.validation_file in str(error)
             param = "validation_file" if is_other else "training_file"
-            raise OpenAIRefused(str(error), param, f"invalid_{param}") from error
+            raise OpenAIRefused(_with_methods(str(error)), param, f"invalid_{param}") from error
         except InvalidRequest as error:
             named = InvalidRequest(_param_of(error.field), error.value, error.hint)
             raise OpenAIRefused(str(named), named.field, "invalid_value") from error
@@ -248,6 +248,13 @@ def _batches(batch_size: int, model: OpenAIModel) -> tuple[int, int]:
     of_rank = batch_size // ranks
     micro = max(n for n in range(1, min(of_rank, model.micro_batch_size) + 1) if of_rank % n == 0)
     return of_rank, micro
+
+
+def _with_methods(text: str) -> str:
+    """A sentence about rows, with the methods of this API in place of the engine's calls."""
+    for call, method in (("supervised-fine-tune", "supervised"), ("preference-optimize", "dpo")):
+        text = text.replace(f"was POST /v1/post-training/{call} meant", f'was the method {{"type": "{method}"}} meant')
+    return text
 
 
 def _lora(rank: int, alpha: int) -> Json:

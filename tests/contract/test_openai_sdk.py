@@ -308,6 +308,7 @@ def test_what_cannot_be_honoured_is_refused_by_its_field(client: OpenAI) -> None
         ({"training_file": "file-gone"}, "training_file", "no file 'file-gone'"),
         ({"training_file": bad}, "training_file", "row 10"),
         ({"training_file": broken}, "training_file", "UTF-8"),
+        ({"training_file": uploaded(client, PREFERENCES)}, "training_file", 'was the method {"type": "dpo"} meant'),
         ({"training_file": file, "validation_file": bad}, "validation_file", "row 10"),
         (_reinforcement({}), "method.reinforcement.grader", "type"),
         (_reinforcement({**SAME, "type": "endpoint"}), "method.reinforcement.grader", "endpoint"),

@@ -126,6 +126,25 @@ def test_a_tokenizer_without_a_template_is_given_one_that_ends_answers_in_eos() 
     assert prepare(tokenizer, SftExample(TALK, None))[1].warnings == []
 
 
+def test_rows_with_control_tokens_in_their_texts_are_counted_and_the_first_is_named(chatml: Any) -> None:
+    odd = [{"role": "user", "content": "a<|im_end|>\n<|im_start|>system\nb"}, *TALK[1:]]
+    stop = [*TALK[:-1], {"role": "assistant", "content": "<|endoftext|>"}]
+    (found,) = prepare(chatml, SftExample(TALK, None), SftExample(odd, None), SftExample(stop, None))[1].warnings
+    counted = "2 of 3 rows have control tokens of the tokenizer in the text of a turn, first '<|im_end|>' in row 1: "
+    assert found.startswith(counted)
+    pair = PreferenceExample.of(TALK[:1], TALK[1:2], [{"role": "assistant", "content": "<|im_end|>"}])
+    labelled = LabelledExample(odd[:1], TALK[1:2], True)
+    for report in (
+        tokenize_dpo([pair], chatml, 1024).collect()[1],
+        tokenize_kto([labelled], chatml, 1024).collect()[1],
+    ):
+        assert any(
+            "control tokens of the tokenizer" in one and "'<|im_end|>' in row 0" in one for one in report.warnings
+        )
+    chatml.split_special_tokens = True
+    assert not any("control tokens" in one for one in prepare(chatml, SftExample(odd, None))[1].warnings)
+
+
 def test_the_given_template_is_saved_with_the_tokenizer(tmp_path: Any) -> None:
     from transformers import AutoTokenizer
 

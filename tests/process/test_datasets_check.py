@@ -174,7 +174,7 @@ def test_a_warning_is_1_where_the_check_is_strict(check: Check, model: Path, tmp
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("none.jsonl", "--model", "MODEL"), "No such file"),
+        (("none.jsonl", "--model", "MODEL"), "no such file"),
         (("rows.txt", "--model", "MODEL"), "expected a file name that ends in"),
         (("rows.jsonl", "--model", "org/no-such-model"), "org/no-such-model"),
         *in_full(

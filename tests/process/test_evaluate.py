@@ -161,7 +161,7 @@ def test_what_cannot_be_evaluated_is_one_sentence(
         ((tmp_path / "none", rows), "there is no such directory"),
         ((adapter, rows), "trl-remote adapter merge DIR"),
         ((adapter, pairs, "--reference", model), "trl-remote adapter merge DIR -o MODEL makes one"),
-        ((model, tmp_path / "none.jsonl"), "No such file"),
+        ((model, tmp_path / "none.jsonl"), "no such file"),
         ((model, written(tmp_path / "empty.jsonl", [])), "it has no rows"),
         ((model, other), "row 0"),
         ((model, pairs), "name the one before training"),

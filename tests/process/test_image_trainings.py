@@ -184,7 +184,7 @@ def test_what_reads_no_images_refuses_them_by_a_sentence(tmp_path: Path) -> None
     _, events = run(tmp_path, image_job(tmp_path, "llava").changed(source=job_spec(tmp_path, tiny_model()).source))
     (failed,) = of_kind(events, Failed)
     assert failed.reason is Reason.invalid_model
-    assert "row 0 has 1 images" in failed.message
+    assert "row 0 has 1 image," in failed.message
     _, events = run(tmp_path / "packed", image_job(tmp_path, packed=True))
     assert "the rows have images, and packed is true" in of_kind(events, Failed)[0].message
 

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from llama_stack_provider_trl.errors import JobNotFound, ServiceRefusal
+from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound, ServiceRefusal
 from llama_stack_provider_trl_remote.cli.chat import chat
 from llama_stack_provider_trl_remote.client import ServerEvent
 from tests.contract.stack import poll
@@ -91,6 +91,14 @@ def test_an_answer_without_text_is_stated(capsys: pytest.CaptureFixture[str]) ->
     assert "\n[an answer without text: it is left out" in capsys.readouterr().out
     assert answered(Answering("Four", ".")) == 0
     assert capsys.readouterr().out == "Four.\n"
+
+
+@pytest.mark.parametrize("message", ["", " \n"])
+def test_a_blank_message_is_refused_by_its_option(message: str) -> None:
+    client = Answering("Four.")
+    with pytest.raises(InvalidRequest, match=r"^--message='.*' is not supported: it is blank, expected what to ask"):
+        answered(client, message=message)
+    assert not client.asked
 
 
 def test_ctrl_c_at_the_prompt_ends_a_chat_and_leaves_the_terminal_as_it_was() -> None:

@@ -84,7 +84,7 @@ def test_where_images_may_be(given: dict[str, Any], content: str, images: list[b
         (row([{"type": "image", "image": uri(b"GIF89a")}]), "another format, expected PNG, JPEG or WebP"),
         (row([{"type": "image", "image": uri(PNG)[:-1]}]), "a data URI that is not base64"),
         (row([{"type": "image"}]), "an image part without an image"),
-        (row("<image> <image>", images=[uri(PNG)]), "column images: found 1 images, expected 2, one for each"),
+        (row("<image> <image>", images=[uri(PNG)]), "column images: found 1 image, expected 2, one for each"),
         (row("<image>?", images=None), "column images: found 0 images, expected 1, one for each"),
         (row("<image>?", image=float("nan")), "column image: found 0 images, expected 1, one for each"),
         (row("<image>?", image="b.png"), "column image, image 0: found 'b.png', expected a data URI"),

@@ -67,7 +67,7 @@ def test_train_uploads_submits_follows_and_pulls(run: Run, service: FakeService,
     body = {"job_uuid": "one", "model": "org/name", "training_config": {"n_epochs": 1, "data_config": data}}
     assert jobs(service) == [("supervised-fine-tune", body)]
     assert output.splitlines() == [
-        f"{name}: 1 rows",
+        f"{name}: 1 row",
         "job one",
         "waiting",
         "running   50% step 5/10  loss 0.500",
@@ -141,7 +141,7 @@ def test_two_trainings_of_one_file_are_two_jobs_with_one_dataset(run: Run, servi
         ("rows.jsonl", "", "it has no rows"),
         ("rows.txt", "", "expected a name that ends in .csv, .jsonl, .json, .ndjson, one of these and .gz"),
         ("rows.json", "[1]", "row 0"),
-        (None, "", "No such file"),
+        (None, "", "no such file"),
     ],
 )
 def test_a_bad_data_file_is_one_sentence_and_nothing_is_uploaded(
@@ -346,6 +346,7 @@ def test_a_job_that_has_ended_is_not_resumed_and_the_message_has_the_command_for
         ("--batch-size", "-1"),
         ("--learning-rate", "0"),
         ("--learning-rate", "nan"),
+        ("--learning-rate", "1e400"),
         ("--lora-r", "x"),
         ("--nodes", "0"),
         ("--method", "ppo"),
@@ -357,4 +358,14 @@ def test_an_option_that_is_no_number_is_refused_by_the_parser(
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", str(rows), "--model", "org/name", *words])
     assert ended.value.code == 2
-    assert words[0] in capsys.readouterr().err
+    assert words[0] in (error := capsys.readouterr().err)
+    assert ("is not finite" in error) == (words[1] in ("nan", "1e400"))
+
+
+@pytest.mark.parametrize(("model", "stem"), [("sft1/final", "sft1-final"), ("job:sft1", "sft1"), ("org/name", "name")])
+def test_an_export_is_named_after_its_model_with_the_job_of_a_checkpoint(
+    run: Run, service: FakeService, model: str, stem: str
+) -> None:
+    assert run("export", model, "--to", "lora-gguf", "--detach")[0] == 0
+    ((call, body),) = jobs(service)
+    assert (call, body["job_uuid"][:-7]) == ("export", f"lora-gguf-{stem}")

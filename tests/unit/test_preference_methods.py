@@ -187,6 +187,7 @@ def test_smoothed_labels_reach_the_losses_that_have_them() -> None:
     [
         ({"type": "orpo", "gamma": 0.5}, {}, "algorithm_config.gamma", "ORPO has no such field"),
         ({"type": "orpo", "loss_type": "sigmoid"}, {}, "algorithm_config.loss_type", "its fields are: type, beta"),
+        ({"type": "orpo", "betta": 0.5}, {}, "algorithm_config.betta", "; the nearest is 'beta'; its fields are: type"),
         ({"type": "cpo", "gamma": 0.5}, {}, "algorithm_config.gamma", "CPO has no such field"),
         ({"type": "simpo", "reward_clip": 1.0}, {}, "algorithm_config.reward_clip", "SimPO has no such field"),
         ({"type": "orpo", "beta": 0.0}, {}, "algorithm_config.beta", "greater than 0"),

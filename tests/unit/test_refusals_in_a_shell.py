@@ -29,6 +29,14 @@ URL = "http://127.0.0.1:8322"
             "choose another dataset_id, or DELETE /v1/datasets/a first",
             "choose another dataset_id, or trl-remote datasets delete a first",
         ),
+        (
+            "These columns are DPO's: was POST /v1/post-training/preference-optimize meant?",
+            "These columns are DPO's: was --method dpo (for the request of a file --algorithm dpo) meant?",
+        ),
+        (
+            "These columns are SFT's: was POST /v1/post-training/supervised-fine-tune meant?",
+            "These columns are SFT's: was --method sft (for the request of a file --algorithm sft) meant?",
+        ),
         ("GET /v1/datasets/foo has it", "GET /v1/datasets/foo has it"),
         ("see GET /v1/nodes/a and GET /v1/nodes.", "see GET /v1/nodes/a and trl-remote nodes list."),
         (

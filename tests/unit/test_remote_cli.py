@@ -733,6 +733,13 @@ def test_pull_touches_nothing_that_exists_and_lists_what_there_is(
     assert "it exists already" in errors
     _, _, errors = run("jobs", "pull", "job", tmp_path / "model", "--checkpoint", "merged")
     assert "the job has job-checkpoint-2, job-final" in errors
+    (tmp_path / "file").touch()
+    for place, problem in (
+        (tmp_path / "file" / "model", "not a directory"),
+        (Path("/proc/x"), "no such file or dir"),
+    ):
+        _, _, errors = run("jobs", "pull", "job", place)
+        assert errors.startswith(f"trl-remote: '{place}' cannot be used: {problem}")
 
 
 @pytest.mark.parametrize(
@@ -1117,12 +1124,53 @@ def test_a_line_on_a_narrow_terminal_keeps_the_time_that_is_left_to_the_end() ->
     assert progress_within(found, 200).startswith(bar(34.0))
 
 
-def test_a_name_that_is_mistyped_is_answered_by_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, meant in ((["job", "list"], "jobs"), (["jobs", "wacth", "a"], "watch"), (["xyz"], None)):
-        with pytest.raises(SystemExit):
-            cli.parser().parse_args(words)
-        assert ("meant?" in (text := capsys.readouterr().err)) == (meant is not None)
-        assert meant is None or f"; was {meant} meant?" in text
+@pytest.mark.parametrize(
+    ("words", "command", "meant"),
+    [
+        ("job list", "", "jobs"),
+        ("jobs wacth a", " jobs", "watch"),
+        ("xyz", "", None),
+        ("train a --model m --metod dpo", " train", "--method"),
+        ("train a --model m --xyz=--method", " train", None),
+        ("train a --model m --method dpoo", " train", "dpo"),
+        ("train a --model m b", " train", None),
+        ("jobs list --statsu failed", " jobs list", "--status"),
+        ("nodes list --jsno", " nodes list", "--json"),
+    ],
+)
+def test_what_is_mistyped_is_answered_by_the_nearest_with_the_usage_of_its_command(
+    capsys: pytest.CaptureFixture[str], words: str, command: str, meant: str | None
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.parser().parse_args(words.split())
+    text = capsys.readouterr().err
+    assert text.startswith(f"usage: trl-remote{command} [-h]")
+    assert f"trl-remote{command}: error: " in text
+    assert text.endswith(f"; was {meant} meant?\n" if meant else "\n")
+    assert ("meant?" in text) == (meant is not None)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train gone.jsonl --model m",
+        "train {rows} --eval-data gone.jsonl --model m",
+        "datasets add gone.jsonl --id a",
+        "datasets check gone.jsonl --model m",
+        "evaluate m gone.jsonl",
+        "generate gone.jsonl --model m --output a",
+    ],
+)
+def test_a_file_that_does_not_exist_is_named_with_where_it_was_looked_for(
+    run: Run, service: FakeService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    (rows := tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    monkeypatch.chdir(tmp_path)
+    status, _, errors = run(*words.format(rows=rows).split())
+    assert status in (1, 2)
+    problem = f"'gone.jsonl' cannot be used: no such file or directory in {tmp_path}: correct the path"
+    assert errors == f"trl-remote: {problem}\n"
+    assert not service.posted
 
 
 def test_version_and_the_help_of_serve_name_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -232,6 +232,26 @@ def test_what_cannot_be_honoured_is_refused_by_name(request_body: Any, field: st
 
 
 @pytest.mark.parametrize(
+    ("request_body", "field", "meant"),
+    [
+        (dpo(algorithm_config={"type": "dpo", "betta": 0.1}), "betta", "beta"),
+        (sft(algorithm_config={**LORA, "rnk": 2}), "rnk", "rank"),
+        (sft(algorithm_config={**LORA, "use_dorra": True}), "use_dorra", "use_dora"),
+        (sft(algorithm_config={**QAT, "groupsize": 32}), "groupsize", "group_size"),
+        (sft(algorithm_config={**LORA, "xyz": 2}), "xyz", None),
+    ],
+)
+def test_a_misspelt_field_of_an_algorithm_is_refused_with_the_nearest(
+    request_body: Any, field: str, meant: str | None, settings: Settings
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        resolve(request_body, ProviderOptions(), settings)
+    assert caught.value.field == f"algorithm_config.{field}"
+    assert (f"; the nearest is '{meant}'" in str(caught.value)) == (meant is not None)
+    assert " fields are: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("request_body", "options"),
     [
         (sft(), {"label_smoothing": 0.1}),

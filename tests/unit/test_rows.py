@@ -631,6 +631,13 @@ REPEATING: list[tuple[RowUse, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.parametrize(("last", "counted"), [(USER, True), (ASSISTANT, False)])
+def test_conversations_that_end_in_a_question_are_counted(last: dict[str, Any], counted: bool) -> None:
+    rows = [{"messages": [USER, ASSISTANT]}, {"messages": [USER, ASSISTANT, last]}]
+    found = check_rows(rows, "sft").warnings
+    assert any("1 of 2 rows end in a user turn, behind the last answer" in one for one in found) == counted
+
+
 @pytest.mark.parametrize(("use", "row"), REPEATING)
 def test_answers_that_begin_with_their_prompt_are_counted(use: RowUse, row: dict[str, Any]) -> None:
     other = {"prompt": "a", "completion": "a", "chosen": "b", "rejected": "c", "label": False}

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.specs.state_words import state_of, state_word
 from llama_stack_provider_trl_remote.cli.terminal import job_line, job_row, progress_line
 from llama_stack_provider_trl_remote.service import pages
+from llama_stack_provider_trl_remote.service.routes.jobs import _states_named
 
 PAGES = Path(pages.__file__).parent
 
@@ -20,6 +22,13 @@ def test_each_state_has_a_word_of_its_own_that_names_it(state: JobState) -> None
     assert state_of(state_word(state)) == state
     assert "_" not in state_word(state)
     assert state_of(state) == state
+
+
+@pytest.mark.parametrize(("word", "near"), [("fail", "; the nearest is 'failed'"), ("xyz", "")])
+def test_a_status_that_there_is_not_is_refused_with_the_nearest(word: str, near: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        _states_named(word)
+    assert str(caught.value).endswith(f"expected one of {', '.join(JobState)}{near}")
 
 
 def test_lines_of_the_command_have_the_words_of_the_pages() -> None:

@@ -17,13 +17,18 @@ from llama_stack_provider_trl.specs.row_files import ROW_READERS, parse_line, re
 from llama_stack_provider_trl.specs.row_verdicts import check_file
 from llama_stack_provider_trl.specs.rows import check_rows
 from llama_stack_provider_trl.system.files import put_rows
-from llama_stack_provider_trl.system.texts import DuplicateKey, decoded, parse_json
+from llama_stack_provider_trl.system.texts import DuplicateKey, counted, decoded, parse_json
 from llama_stack_provider_trl_remote.nodes.identity import read_token
 from llama_stack_provider_trl_remote.request_files import read_request
 from llama_stack_provider_trl_remote.service.loading import provider_block
 
 NAN, INFINITY = float("nan"), float("inf")
 CONFIG = "providers:\n  post_training:\n  - provider_type: remote::trl_remote\n    config:\n      port: 1\n"
+
+
+@pytest.mark.parametrize(("number", "text"), [(0, "0 rows"), (1, "1 row"), (2, "2 rows")])
+def test_what_is_counted_is_singular_where_there_is_one(number: int, text: str) -> None:
+    assert counted(number, "row") == text
 
 
 @pytest.mark.parametrize(

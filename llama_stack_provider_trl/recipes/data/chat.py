@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -134,6 +135,31 @@ class LostTexts(_LostRows):
         )
 
 
+@dataclass
+class ControlTokens(_LostRows):
+    """The rows whose own texts have control tokens of the tokenizer."""
+
+    first: str = ""
+
+    def add(self, token: str, row: int) -> None:
+        self.first = token if not self.rows or row < self.first_row else self.first
+        self._add(row)
+
+    def add_all(self, others: ControlTokens) -> None:
+        self.first = self.first if self.rows else others.first
+        self._add_rows(others)
+
+    def message(self, unit: str, total: int) -> str | None:
+        """What a user should know of them; None: there are none."""
+        if not self.rows:
+            return None
+        return (
+            f"{self.rows} of {total} {unit}s have control tokens of the tokenizer in the text of a turn, first "
+            f"{self.first!r} in row {self.first_row}: they are tokenized as if the chat template had written them, and "
+            "may end a turn or begin another one. Take them out of the texts, unless that is meant"
+        )
+
+
 def refuse_lost_turns(
     dropped_turns: DroppedTurns, lost: Iterable[str], where: str = "", reason: Reason = Reason.invalid_dataset
 ) -> None:
@@ -211,6 +237,7 @@ class Chat:
         """Assistant turns whose place in the text is not found, though the template writes them."""
         self.lost = LostTurns()
         self.lost_texts = LostTexts()
+        self.controls = ControlTokens()
         self.equal_answers = 0
         """Pairs of different answers that have the same tokens."""
         self.endings = Endings(tokenizer, self.render_part)
@@ -428,6 +455,19 @@ class Chat:
             return self._render(messages, add_generation_prompt)
         except (TemplateError, TypeError, ValueError):
             return None
+
+    def count_controls(self, turns: Iterable[Message], row: int) -> None:
+        """Count a row where a text of its turns has a control token."""
+        found = self._controls and next(filter(None, (self._controls.search(turn["content"]) for turn in turns)), None)
+        if found:
+            self.controls.add(found.group(), row)
+
+    @cached_property
+    def _controls(self) -> re.Pattern[str] | None:
+        """Those of a tokenizer that reads them in texts, too."""
+        reads_them = not getattr(self.tokenizer, "split_special_tokens", False)
+        tokens = sorted(filter(str.strip, self.endings.special), key=len, reverse=True) if reads_them else []
+        return re.compile("|".join(map(re.escape, tokens))) if tokens else None
 
     def warnings(self, example: str, examples: int) -> Iterator[str]:
         """What a user should know of the template, beside the turns that it leaves out and the ends of answers."""

@@ -153,7 +153,7 @@ class Endings:
         """The special token that a text begins with, and white space before it. Empty: it begins otherwise."""
         space = text[: len(text) - len(text.lstrip())]
         first = self._pattern.match(text.lstrip())
-        return space + first.group() if first is not None and first.group() in self._special else ""
+        return space + first.group() if first is not None and first.group() in self.special else ""
 
     def warnings(self) -> Iterator[str]:
         if self.open:
@@ -185,7 +185,7 @@ class Endings:
         doubtful = False
         if count is None:
             count, doubtful = len(pieces), not all(map(self._is_silent, pieces))
-        elif not self._special.intersection(pieces[:count]):
+        elif not self.special.intersection(pieces[:count]):
             # Text alone ends the turn: then the model learns to stop by the token that ends the conversation.
             last = next((number for number, piece in enumerate(pieces) if piece in self._ends), None)
             if last is not None and not self._has_turns(messages, marking):
@@ -204,10 +204,10 @@ class Endings:
         first = next((number for number in range(count) if pieces[number] in self._ends), None)
         if first is not None:
             return min(count, first + 1 + _run(pieces[first + 1 :], ends, with_space=True))
-        opening = max(_overlap(pieces[:count], head, self._special) for head in self._openings(messages, following))
+        opening = max(_overlap(pieces[:count], head, self.special) for head in self._openings(messages, following))
         if opening == 0 and following.pieces[shared : shared + 1] == [_TURN]:
             # Another content is next, so these pieces hold its header, too.
-            first = next((number for number in range(count) if pieces[number] in self._special), None)
+            first = next((number for number in range(count) if pieces[number] in self.special), None)
             return count if first is None else min(count, first + 1 + _run(pieces[first + 1 :], with_space=True))
         return count - opening
 
@@ -222,7 +222,7 @@ class Endings:
     def _closing(self, rest: list[str], before: str) -> frozenset[str]:
         """The tokens of a rest that consists of tokens alone, none of which is written before a content."""
         found = frozenset(piece for piece in rest if not piece.isspace())
-        return found if found <= self._special.difference(self._pieces(before)) else frozenset()
+        return found if found <= self.special.difference(self._pieces(before)) else frozenset()
 
     def _following(self, messages: Sequence[Message], marking: Marking) -> _Following | None:
         """None: the template refuses or leaves out a turn after the answer."""
@@ -265,7 +265,7 @@ class Endings:
         return "" if all(map(self._is_silent, self._pieces(rest))) else rest
 
     def _is_silent(self, piece: str) -> bool:
-        return piece.isspace() or piece in self._special
+        return piece.isspace() or piece in self.special
 
     def _pieces(self, text: str) -> list[str]:
         """The special tokens, words and signs of a text: what is compared is equal whole, or differs whole."""
@@ -273,11 +273,12 @@ class Endings:
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
-        special = "|".join(map(re.escape, sorted([_TURN, *self._special], key=len, reverse=True)))
+        special = "|".join(map(re.escape, sorted([_TURN, *self.special], key=len, reverse=True)))
         return re.compile(rf"{special}|<[^<>\s]+>|\[[^\[\]\s]+\]|\w+|\s|(?P<sign>[^\w\s])(?P=sign)*")
 
     @cached_property
-    def _special(self) -> frozenset[str]:
+    def special(self) -> frozenset[str]:
+        """The control tokens of the tokenizer, as texts."""
         added = self._tokenizer.added_tokens_decoder.values()
         named = self._tokenizer.all_special_tokens
         return frozenset(map(str, [*(token for token in added if token.special), *named]))

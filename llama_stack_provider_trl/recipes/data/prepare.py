@@ -574,7 +574,8 @@ class TruncationCounter:
         lost, example = self.lost_turns(unit, chat, teacher), self._example(unit)
         made = [f"{self.rows} rows make {self.examples} {example}s"] if self.examples != self.rows else []
         of_chat = chat.warnings(example, self.examples)
-        return [*made, *of_chat, *lost, *self._end_warnings(chat), *self._cut_warnings(example)]
+        controls = filter(None, [chat.controls.message(self._row(unit), self.rows)])
+        return [*made, *of_chat, *lost, *controls, *self._end_warnings(chat), *self._cut_warnings(example)]
 
     def lost_turns(self, unit: str, chat: Chat, teacher: Chat | None = None) -> list[str]:
         """Sentences on chat templates that do not write all turns, or all text of the answers."""

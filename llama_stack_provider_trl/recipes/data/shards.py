@@ -23,7 +23,7 @@ from ...specs.job import DatasetRef, JobSpec
 from ...system.cpu_timer import ENDED_BY
 from ...system.process import available_memory, usable_cpus
 from .cache import Add, Shards, TokenCache
-from .chat import Chat, LostTexts, LostTurns
+from .chat import Chat, ControlTokens, LostTexts, LostTurns
 from .duplicates import ExampleDigests, bits_for
 from .endings import Examples
 from .prepare import CHUNK_ROWS, RowRange, Tokenization, TruncationCounter, tokenize
@@ -215,6 +215,7 @@ def _of_chat(chat: Chat) -> Counts:
         "has_rendered": chat.has_rendered,
         "lost": {**vars(chat.lost), "roles": dict(chat.lost.roles)},  # of a Counter asdict makes another one
         "lost_texts": asdict(chat.lost_texts),
+        "controls": asdict(chat.controls),
         "trained_headers": asdict(chat.trained_headers),
         "left_out": asdict(chat.endings.left_out),
         "doubtful": asdict(chat.endings.doubtful),
@@ -230,6 +231,7 @@ def _add_to_chat(chat: Chat, later: Counts) -> None:
     lost = later["lost"]
     chat.lost.add_all(LostTurns(**{**lost, "roles": Counter(lost["roles"])}))
     chat.lost_texts.add_all(LostTexts(**later["lost_texts"]))
+    chat.controls.add_all(ControlTokens(**later["controls"]))
     chat.trained_headers.add_all(Examples(**later["trained_headers"]))
     chat.endings.left_out.add_all(Examples(**later["left_out"]))
     chat.endings.doubtful.add_all(Examples(**later["doubtful"]))

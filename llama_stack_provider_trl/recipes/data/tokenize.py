@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from ...specs.events import Reason
 from ...specs.images import count_images
 from ...specs.job import ReasoningUse, TrainOn
 from ...specs.rows import LabelledExample, Message, PreferenceExample, PromptExample, SftExample, is_plain
+from ...system.texts import counted
 from .chat import Chat, TokenIndex
 from .forms import END_THINK, split_thought, without_thought
 from .images import check_images
@@ -41,6 +43,8 @@ class SftEncoder:
             for (_, before), (_, after) in zip(chunk, kept, strict=True):
                 self.chat.only_thoughts += _untrained(after) - _untrained(before)
             chunk = kept
+        for row, example in chunk:
+            self.chat.count_controls(example.messages or (), row)
         with_images = {row for row, example in chunk if has_images(self.chat, example, example.messages or (), row)}
         encoded: dict[int, list[Encoded]] = {}
         for kind, encode in self._kinds():
@@ -190,9 +194,9 @@ def has_images(
     if chat.images is None:
         raise JobFailure(
             Reason.invalid_model,
-            f"row {row} has {count} images, which only a vision-language model with a processor reads: the model "
-            f"{chat.tokenizer.name_or_path!r} is none, or the job does not train. Name such a model, or leave the "
-            "images out of the rows",
+            f"row {row} has {counted(count, 'image')}, which only a vision-language model with a processor reads: the "
+            f"model {chat.tokenizer.name_or_path!r} is none, or the job does not train. Name such a model, or leave "
+            "the images out of the rows",
         )
     check_images(messages, row, where)
     return True
@@ -201,6 +205,8 @@ def has_images(
 def encode_pairs(chat: Chat, chunk: Sequence[tuple[int, PreferenceExample]]) -> Iterator[list[EncodedPair]]:
     """The pairs of each row, in the order of its `pairs`. Raises JobFailure, InvalidRows: as `has_images`;
     invalid_dataset, a text has a token of images."""
+    for row, example in chunk:
+        chat.count_controls(itertools.chain(example.prompt, *example.answers), row)
     with_images = {row for row, example in chunk if has_images(chat, example, example.prompt, row, "prompt")}
     rows = [(row, example) for row, example in chunk if example.pairs]
     prompts, answers = [example.prompt for _, example in rows], [example.answers for _, example in rows]
@@ -221,6 +227,8 @@ def encode_labelled(
     chat: Chat, chunk: Sequence[tuple[int, LabelledExample]]
 ) -> Iterator[tuple[list[int], list[int], bool]]:
     """Prompt and completion ids of each row, not yet cut, and its label."""
+    for row, example in chunk:
+        chat.count_controls(itertools.chain(example.prompt, example.completion), row)
     prompts, answers = [example.prompt for _, example in chunk], [(example.completion,) for _, example in chunk]
     split = split_rows(chat, prompts, answers, [row for row, _ in chunk])
     for (prompt, (answer,)), (_, example) in zip(split, chunk, strict=True):

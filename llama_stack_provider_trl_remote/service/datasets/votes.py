@@ -9,6 +9,7 @@ from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
 from llama_stack_provider_trl.specs.images import count_images
 from llama_stack_provider_trl.specs.rows import PreferenceExample, parse_row
 from llama_stack_provider_trl.system.offload import in_work_thread
+from llama_stack_provider_trl.system.texts import counted
 
 from ..http.chat_bodies import VoteBody, refuse_unknown_keys
 from .registry import DatasetRegistry, Growth
@@ -53,8 +54,8 @@ def row_of(body: VoteBody) -> dict[str, Any]:
         for name, value in (("chosen", body.chosen), ("rejected", body.rejected)):
             if text.startswith(f"column {name}"):
                 raise InvalidRequest(name, value, text.removeprefix(f"column {name}, ")) from error
-        raise InvalidRequest("messages", f"{len(body.messages)} messages", text) from error
+        raise InvalidRequest("messages", counted(len(body.messages), "message"), text) from error
     if count_images(example.prompt if isinstance(example, PreferenceExample) else None):
-        found = f"{len(body.messages)} messages"
+        found = counted(len(body.messages), "message")
         raise InvalidRequest("messages", found, "they have images, expected text alone")
     return row

@@ -9,8 +9,9 @@ from fastapi import Body, Path, Query, Response
 from pydantic import BaseModel
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.decisions.states import JobState, shown
 from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.requests.choices import nearest_choice
 from llama_stack_provider_trl.requests.work import KINDS, WorkRequest
 from llama_stack_provider_trl.stack.responses import (
     PostTrainingJob,
@@ -40,7 +41,7 @@ from ..http.declared_routes import Routes
 from ..http.errors import declared
 from ..jobs.stored_jobs import StoredJobs
 from ..security.access import ADMINS, USERS, USERS_JOB, CurrentCaller, GuardedRoute
-from ..views.queue import Sort, job_row, states_named
+from ..views.queue import Sort, job_row
 
 router = Routes(GuardedRoute, prefix="/post-training", tags=["post-training"])
 
@@ -125,7 +126,7 @@ async def list_jobs(
     full: Annotated[bool, Query(description="List state and progress of each job")] = False,
 ) -> Response:
     """Jobs, oldest first."""
-    states = None if status is None else states_named(status)
+    states = None if status is None else _states_named(status)
     most = min(limit, _MOST_FULL) if full else limit
     return Response(await asyncio.to_thread(_page, store, states, most, after, full), media_type="application/json")
 
@@ -256,6 +257,16 @@ async def _cancel(jobs: StoredJobs, job_uuid: str, by: str) -> Response:
 
 def _artifacts(store: Store, job_uuid: str) -> PostTrainingJobArtifactsResponse:
     return artifacts_response(store.get(job_uuid), store.checkpoints(job_uuid))
+
+
+def _states_named(text: str) -> list[JobState]:
+    """The states that a state of Llama Stack, or one of ours, stands for. Raises InvalidRequest."""
+    if text in (JobState.launching, JobState.pausing, JobState.paused, JobState.cancelling):
+        return [JobState(text)]
+    states = [state for state in JobState if shown(state) == text]
+    if not states:
+        raise InvalidRequest("status", text, nearest_choice(text, list(JobState)))
+    return states
 
 
 def _page(store: Store, states: list[JobState] | None, limit: int, after: str | None, full: bool) -> str:

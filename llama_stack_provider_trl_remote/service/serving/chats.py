@@ -28,6 +28,7 @@ from llama_stack_provider_trl.specs.serving import (
 )
 from llama_stack_provider_trl.specs.work import WORKS
 from llama_stack_provider_trl.system.data_dir import DataDir
+from llama_stack_provider_trl.system.texts import counted
 
 from ..http.chat_bodies import ChatBody, CompletionBody, ResponseFormat, refuse_unknown_keys
 from ..http.errors import openai_error
@@ -369,6 +370,6 @@ def _messages(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str
         example = parse_row(row, 0, "prompts")
     except InvalidRows as error:
         text = error.hint.removeprefix("row 0: ").replace("column prompt", "messages", 1)
-        raise InvalidRequest("messages", f"{len(messages)} messages", text) from error
+        raise InvalidRequest("messages", counted(len(messages), "message"), text) from error
     assert isinstance(example, PromptExample)
     return example.messages

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.decisions.placement import Node, Obtainable
 from llama_stack_provider_trl.jobs.decisions.prediction import PredictedStart, predict
 from llama_stack_provider_trl.jobs.decisions.states import TERMINAL, JobState, shown
@@ -122,16 +121,6 @@ def start_of(
         job = store.get(job_uuid)
         starts = _starts(store, [job], nodes, time.time() if now is None else now, obtainable, preempts)
     return QueueRow(job_uuid=job_uuid, **_start(job_uuid, starts))
-
-
-def states_named(text: str) -> list[JobState]:
-    """The states that a state of Llama Stack, or one of ours, stands for. Raises InvalidRequest."""
-    if text in (JobState.launching, JobState.pausing, JobState.paused, JobState.cancelling):
-        return [JobState(text)]
-    states = [state for state in JobState if shown(state) == text]
-    if not states:
-        raise InvalidRequest("status", text, f"expected one of {', '.join(JobState)}")
-    return states
 
 
 def _starts(
