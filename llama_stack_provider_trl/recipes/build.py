@@ -18,7 +18,7 @@ from .checkpoint.step import need_space
 from .data.chat import check_chat_template
 from .data.lengths import row_lengths
 from .data.mixed import TrainingData, prepared_data
-from .data.padding import problem_of_padding, problem_of_size
+from .data.padding import problem_of_padding
 from .data.prepare import DataReport
 from .data.prompts import encode_prompts
 from .data.sampling import BatchPlan
@@ -223,8 +223,7 @@ def build_trainer(
     spec, batch_plan = in_parts(spec, batch_plan, data.train, device.type)
     head_kernels, no_triton = choose_head_kernels(device.type)
     others = [*other_packages(spec.method.rewards_of_answers), other_version(spec)]
-    too_few = problem_of_size(requested, len(data.train))
-    of_batches = [problem_of_padding(spec, row_lengths(data.train)), too_few, *_slow_dtype(spec.compute.dtype, device)]
+    of_batches = [problem_of_padding(spec, row_lengths(data.train)), *_slow_dtype(spec.compute.dtype, device)]
     for message in filter(None, [*prompts.lost_turns, *data.warnings, *lost, *of_batches, no_triton, *others]):
         writer.write(Warned(message=message))
     rows_on_device = RowsOnDevice(data.train, device.type, partial(memory_of, spec, device), data.mixed.mixture)

@@ -24,7 +24,7 @@ from .data.chat import check_chat_template
 from .data.lengths import histogram, lengths_before_packing, row_lengths
 from .data.mixed import prepared_data
 from .data.mixture import Mixture
-from .data.padding import problem_of_padding, problem_of_size
+from .data.padding import problem_of_padding
 from .data.prepare import DataReport
 from .data.prompts import encode_prompts
 from .data.sampling import BatchPlan
@@ -290,7 +290,6 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
     planned = plan_steps(spec, row_lengths(prepared.dataset), batch_plan, prepared.mixture)
     warmup = problem_of_warmup(spec.train.optimizer, planned.total_steps)
     padded = problem_of_padding(requested, row_lengths(prepared.dataset))
-    small = problem_of_size(requested, len(prepared.dataset))
     planned = replace(planned, batch=with_groups(planned.batch, spec, prepared.dataset, prepared.mixture))
     memory = check(spec, planned.batch, request.device, capacity, requested) | {"repeats": repeats}
     if spec.data.has_images:
@@ -309,7 +308,7 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
             },
             memory=memory,
             disk=disk,
-            warnings=[*notes, *prompts.lost_turns, *data.warnings, *lost, *filter(None, [warmup, padded, small])],
+            warnings=[*notes, *prompts.lost_turns, *data.warnings, *lost, *filter(None, [warmup, padded])],
         ),
         durable=True,
     )

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
 
-from llama_stack_provider_trl.recipes.data.padding import padding_share, problem_of_padding, problem_of_size
-from llama_stack_provider_trl.specs.methods import GrpoSpec
-from llama_stack_provider_trl.specs.rewards import RewardSource
+from llama_stack_provider_trl.recipes.data.padding import padding_share, problem_of_padding
 from tests.fakes import job_spec
 
 pytestmark = pytest.mark.process
@@ -37,19 +34,3 @@ def test_most_of_a_batch_is_padding() -> None:
     ):
         assert problem_of_padding(spec, lengths) is None
     assert problem_of_padding(job_spec(**padded), torch.tensor([400, 500] * 100)) is None
-
-
-@pytest.mark.parametrize(
-    ("rows", "given", "problem"),
-    [
-        (20, {"batch_size": 21}, "batch_size 21 is more than the 20 examples to train on"),
-        (1, {"batch_size": 8}, "batch_size 8 is more than the 1 example to train on"),
-        (20, {"batch_size": 20}, ""),
-        (1, {"batch_size": 8, "method": GrpoSpec(rewards=(RewardSource(name="short", function="short"),))}, ""),
-    ],
-)
-def test_a_batch_that_has_more_places_than_there_are_rows_is_named(
-    rows: int, given: dict[str, Any], problem: str
-) -> None:
-    assert (problem_of_size(job_spec(**given), rows) or "").startswith(problem)
-    assert (problem_of_size(job_spec(**given), rows) is None) == (not problem)

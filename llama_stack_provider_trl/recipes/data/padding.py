@@ -1,4 +1,4 @@
-"""What is wrong with the batches of a job, before it trains: too much padding, or too few rows."""
+"""How much of the batches of a job is padding, before it trains."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import torch
 
 from ...specs.job import JobSpec
 from ...specs.methods import METHODS
-from ...system.texts import counted
 
 _LEAST_ROWS = 100
 """Fewer rows are trained in no time, padded or not."""
@@ -51,20 +50,4 @@ def problem_of_padding(spec: JobSpec, lengths: torch.Tensor) -> str | None:
         f"tokens on average, and {rows} of them are padded to the longest one, of up to {int(lengths.max())}. To train "
         f"the same in less time, {packed}take smaller batches with more gradient_accumulation_steps, which are made of "
         "rows of like length; padding_free avoids all of it where the model can do without (effective_config)"
-    )
-
-
-def problem_of_size(spec: JobSpec, rows: int) -> str | None:
-    """A warning where a batch has more places than there are rows; None: it has not.
-
-    Args:
-        spec: as requested.
-        rows: that are trained on.
-    """
-    size = spec.data.batch_size
-    if size <= rows or METHODS[spec.algorithm].rows == "prompts":
-        return None
-    return (
-        f"batch_size {size} is more than the {counted(rows, 'example')} to train on: no step has as "
-        f"many. Send a batch_size of at most {rows}, or more rows"
     )
