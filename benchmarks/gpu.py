@@ -64,6 +64,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path("gpu.jsonl"), help="file of results, one JSON line each")
     parser.add_argument("--gpus", type=int, choices=(1, 2), default=1, help="2: only what needs two GPUs")
+    parser.add_argument("--share", metavar="NCCL", help="--gpus 2 on one GPU, by this libnccl.so.2, of 2.30 or later")
     parser.add_argument("--dry-run", action="store_true", help="every check on the CPU; nothing is measured")
     parser.add_argument("--only", nargs="+", metavar="CHECK", choices=[check.name for check in CHECKS])
     parser.add_argument("--again", action="store_true", help="repeat checks that failed, timed out or were skipped")
@@ -81,12 +82,15 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def mode(options: argparse.Namespace) -> str:
-    return "dry-run" if options.dry_run else f"{options.gpus} GPU{'s' if options.gpus > 1 else ''}"
+    if options.dry_run:
+        return "dry-run"
+    return "2 ranks on 1 GPU" if options.share else f"{options.gpus} GPU{'s' if options.gpus > 1 else ''}"
 
 
 def chosen_checks(options: argparse.Namespace) -> list[Check]:
     """The checks of this mode; a dry run has those of every mode."""
-    found = (check for check in CHECKS if options.dry_run or check.gpus == options.gpus)
+    gpus = 2 if options.share else options.gpus
+    found = (check for check in CHECKS if options.dry_run or check.gpus == gpus)
     return [check for check in found if options.only is None or check.name in options.only]
 
 
@@ -158,6 +162,7 @@ def run_check(
         str(folder),
     ]
     argv += ["--dry-run"] if options.dry_run else ["--gpus", str(options.gpus)]
+    argv += ["--share", options.share] if options.share else []
     environment = {**environment, RUN_DIR_MARK: str(folder)}
     limit = check.seconds * (DRY_RUN_PATIENCE if options.dry_run else 1)
     began = time.monotonic()
@@ -222,7 +227,7 @@ def run_child(options: argparse.Namespace) -> int:
     from llama_stack_provider_trl.system.process import die_with_parent
 
     die_with_parent(os.getppid())
-    setting = Setting(options.work / "jobs", options.work.parent / "models", options.dry_run)
+    setting = Setting(options.work / "jobs", options.work.parent / "models", options.dry_run, options.share or "")
     setting.folder.mkdir()
     try:
         finding = load(options.child)(setting)

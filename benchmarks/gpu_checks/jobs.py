@@ -152,7 +152,7 @@ class Job:
         port = free_port()
         ports: dict[str, Any] = {"master_port": port, "last_port": port + 100} if job.ranks > 1 else {}
         self.task = TaskSpec(
-            job.job_uuid, run_dir, gpus, ranks=job.ranks, hang_timeout=hang_timeout, env=_threads(setting), **ports
+            job.job_uuid, run_dir, gpus, ranks=job.ranks, hang_timeout=hang_timeout, env=setting.variables, **ports
         )
         self.paths = RunDir(run_dir)
         self.began = time.monotonic()
@@ -262,7 +262,7 @@ def train_in_one_process(setting: Setting, jobs: Sequence[JobSpec], *options: st
     from llama_stack_provider_trl.launch.torchrun import training_environment
 
     run_dirs = tuple(write_attempt(setting, job) for job in jobs)
-    task = TaskSpec(jobs[0].job_uuid, run_dirs[0], setting.gpus(1), env=_threads(setting))
+    task = TaskSpec(jobs[0].job_uuid, run_dirs[0], setting.gpus(1), env=setting.variables)
     arguments = [*options, *(f"{one}/spec.json" for one in run_dirs)]
     with (run_dirs[0] / "log").open("wb") as log:
         popen = start_trainer(arguments, training_environment(task, os.environ), log)
@@ -365,10 +365,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _threads(setting: Setting) -> dict[str, str]:
-    return {"OMP_NUM_THREADS": "1"} if setting.is_dry_run else {}
 
 
 def _last_lines(run_dir: Path) -> str:

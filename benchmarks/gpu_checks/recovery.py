@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from .inputs import DEEP, EIGHT_B_WIDE, HALF_B, Shape, model
+from .inputs import DEEP, EIGHT_B_WIDE, HALF_B, ONE_B, Shape, model
 from .jobs import Job, Outcome, largest_difference, problems, run, run_all, spec
 from .report import Finding
 from .setting import Setting
@@ -29,6 +29,11 @@ def repeat_and_resume(setting: Setting) -> Finding:
     the resumed one may differ as much.
     """
     return _repeat(setting, DEEP, {"steps": 8, "tokens": 512, "batch_size": 8, "save_steps": 4})
+
+
+def repeat_at_1b(setting: Setting) -> Finding:
+    """Decides the same for 1B. With LoRA: step checkpoints of all weights would take 15 GB each."""
+    return _repeat(setting, ONE_B, {"steps": 4, "tokens": 1024, "batch_size": 4, "save_steps": 2, "lora": True})
 
 
 def repeat_a_long_row(setting: Setting) -> Finding:

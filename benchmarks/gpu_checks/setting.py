@@ -17,6 +17,8 @@ class Setting:
     """Directory of models that checks share."""
     is_dry_run: bool
     """Tiny models on the CPU: the program is checked, and nothing is measured."""
+    nccl: str = ""
+    """The library by which two ranks share one GPU; empty: each has its own."""
 
     @property
     def device(self) -> str:
@@ -24,7 +26,19 @@ class Setting:
 
     def gpus(self, count: int) -> tuple[str, ...]:
         """The first GPUs, as tasks name them; none in a dry run."""
+        count = 1 if self.nccl else count
         return () if self.is_dry_run else tuple(f"cuda:{number}" for number in range(count))
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Of the training processes."""
+        if self.is_dry_run:
+            return {"OMP_NUM_THREADS": "1"}
+        if not self.nccl:
+            return {}
+        # NVLink SHARP takes a GPU for each rank, and two ranks need room for the kernels of both.
+        sharing = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
+        return {"LD_PRELOAD": self.nccl, **sharing}
 
     @property
     def dtype(self) -> str:

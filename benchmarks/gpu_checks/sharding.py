@@ -1,4 +1,4 @@
-"""FSDP2: output dtype, offloaded parts, and HYBRID_SHARD on one machine."""
+"""FSDP2: output dtype, offloaded parts, two ranks, and HYBRID_SHARD on one machine."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from .inputs import DEEP, HALF_B, model
-from .jobs import Outcome, largest_difference, problems, run_all, run_alone, spec
+from .jobs import Outcome, largest_difference, problems, run, run_all, run_alone, spec
 from .report import Finding
 from .setting import Setting
 
+AGREEMENT = 1e-2
+"""Largest relative difference of losses in bf16 whose terms are added in another order."""
 SAME_SPEED = 1.05
 """A ratio of two times on a GPU that counts as equal."""
 
@@ -93,6 +95,57 @@ def judge_cpu_offload(found: Outcome, recorded: Mapping[str, Any]) -> Finding:
         f"{' '.join(f'{norm:.3g}' for norm in norms)}, step {found.step_seconds:.3f} s"
     )
     return Finding(passed, summary)
+
+
+def two_ranks(setting: Setting) -> Finding:
+    """Decides whether two ranks train as one process does, by every way to divide a model, and resume to the bit."""
+    from llama_stack_provider_trl.specs.job import LoraSpec, ShardingSpec
+
+    path = model(setting, DEEP)
+    qlora = LoraSpec(target_modules=("q_proj", "v_proj"), mlp=True, rank=8, alpha=16, quantize_base=True)
+    adapters: dict[str, Any] = {"all": None, "LoRA": True, "QLoRA": qlora}
+    shardings = {
+        "FULL_SHARD": ("all", ShardingSpec()),
+        "SHARD_GRAD_OP": ("all", ShardingSpec(strategy="SHARD_GRAD_OP")),
+        "cpu_offload": ("all", ShardingSpec(cpu_offload=True)),
+        "LoRA sharded": ("LoRA", ShardingSpec()),
+        "QLoRA sharded": ("QLoRA", ShardingSpec()),
+    }
+
+    def job(name: str, kind: str, ranks: int, **changes: Any) -> Any:
+        changes |= {"ranks": ranks, "batch_size": 2 // ranks, "lora": adapters[kind], "save_steps": 2, "steps": 4}
+        return spec(setting, name.replace(" ", "-"), path, **changes)
+
+    alone = dict(zip(adapters, run_all(setting, [job(f"alone-{kind}", kind, 1) for kind in adapters]), strict=True))
+    jobs = [job(name, kind, 2, sharding=sharding) for name, (kind, sharding) in shardings.items()]
+    divided = dict(zip(shardings, run_all(setting, jobs), strict=True))
+    if not (first := divided["FULL_SHARD"]).checkpoints:
+        return Finding(False, problems(divided) or "no step checkpoint was written")
+    again = job("resumed", "all", 2, sharding=ShardingSpec())
+    resumed = run(setting, again, resume_from=first.checkpoints[0])
+    return judge_two_ranks(alone, {name: (kind, divided[name]) for name, (kind, _) in shardings.items()}, resumed)
+
+
+def judge_two_ranks(
+    alone: Mapping[str, Outcome], divided: Mapping[str, tuple[str, Outcome]], resumed: Outcome
+) -> Finding:
+    """
+    Args:
+        alone: one process, by what is trained.
+        divided: two ranks, with what is trained; `FULL_SHARD` is what was resumed.
+    """
+    of_ranks = {name: found for name, (_, found) in divided.items()}
+    if failed := problems({**alone, **of_ranks, "resumed": resumed}):
+        return Finding(False, failed)
+    apart = {name: largest_difference(found.losses, alone[kind].losses) for name, (kind, found) in divided.items()}
+    first = of_ranks["FULL_SHARD"]
+    is_exact = 0 < len(resumed.losses) < len(first.losses) and resumed.weights == first.weights
+    rows = {
+        name: f"losses within {apart[name]:.1e} of one process, step {found.step_seconds:.3f} s"
+        for name, found in of_ranks.items()
+    }
+    summary = f"losses within {max(apart.values()):.1e}; resumed: weights {'equal' if is_exact else 'DIFFER'}"
+    return Finding(is_exact and max(apart.values()) < AGREEMENT, summary, rows, {"differences": apart})
 
 
 def hybrid(setting: Setting) -> Finding:

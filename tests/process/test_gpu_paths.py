@@ -300,6 +300,11 @@ def test_attention_is_not_computed_by_cudnn_on_gpus(name: str, monkeypatch: pyte
     try:
         torch.backends.cuda.enable_cudnn_sdp(True)
         assert choose_device(name).type == name
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        assert choose_device(name).index == (1 if name == "cuda" else None)
+        monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+        assert choose_device(name).index == (0 if name == "cuda" else None)
         assert torch.backends.cuda.cudnn_sdp_enabled() == (name == "cpu")
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)

@@ -278,6 +278,11 @@ FAULTS: dict[str, tuple[Judge, tuple[Any, ...], dict[str, tuple[Any, ...]]]] = {
             ),
         },
     ),
+    "repeat at 1B": (
+        recovery.judge_resume,
+        (job(), job(), LAST, True),
+        {"the resumed job has other weights": (job(), job(), replace(LAST, weights="other"), True)},
+    ),
     "repeat of a long row": (
         recovery.judge_resume,
         (job(), job(), LAST, True),
@@ -407,6 +412,20 @@ FAULTS: dict[str, tuple[Judge, tuple[Any, ...], dict[str, tuple[Any, ...]]]] = {
             "SFT is slower than stock TRL": (slowed("sft", 0.9), ONE_B, 989e12, True),
             "DPO is slower than stock TRL": (slowed("dpo", 0.9), ONE_B, None, True),
             "DPO is missing": ({"sft": SPEEDS}, ONE_B, None, True),
+        },
+    ),
+    "two ranks": (
+        sharding.judge_two_ranks,
+        ({"all": job()}, {"FULL_SHARD": ("all", job())}, LAST),
+        {
+            "other losses": ({"all": job()}, {"FULL_SHARD": ("all", DIVERGED)}, LAST),
+            "one fails": ({"all": job()}, {"FULL_SHARD": ("all", job()), "LoRA": ("all", FAILED)}, LAST),
+            "the resumed one has other weights": (
+                {"all": job()},
+                {"FULL_SHARD": ("all", job())},
+                replace(LAST, weights="other"),
+            ),
+            "nothing was resumed": ({"all": job()}, {"FULL_SHARD": ("all", job())}, job()),
         },
     ),
     "NCCL hang": (

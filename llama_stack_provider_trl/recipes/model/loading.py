@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import os
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -90,8 +91,12 @@ def choose_device(name: str) -> torch.device:
         )
     if kind == "cuda":
         without_cudnn()
-    # The launcher makes only the task's GPUs visible, so they are numbered from 0 here.
-    return torch.device("cuda", ranks.local_rank()) if kind == "cuda" else torch.device(kind)
+        # The launcher makes only the task's GPUs visible, so they are numbered from 0 here.
+        number = ranks.local_rank()
+        if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":  # of NCCL 2.30: as accelerate numbers them
+            number %= torch.cuda.device_count()
+        return torch.device("cuda", number)
+    return torch.device(kind)
 
 
 @dataclass(frozen=True)
