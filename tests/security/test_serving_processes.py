@@ -31,6 +31,7 @@ from llama_stack_provider_trl.specs.serving import (
     ChosenToken,
     ServeRequest,
 )
+from llama_stack_provider_trl.system.cpu_timer import ENDED_BY
 from llama_stack_provider_trl.system.offload import CostlyWork, serving
 from llama_stack_provider_trl.system.process import tasks_below
 from llama_stack_provider_trl_remote.service.serving.chats import Chats
@@ -54,6 +55,7 @@ class PlayedLauncher:
 
     def __init__(self, answer: Callable[[socket.socket, ServeRequest], None]) -> None:
         self._answer, self._ended = answer, threading.Event()
+        self.exit_code: int | None = None
         self._listener = socket.socket(socket.AF_UNIX)
         self._connections: list[socket.socket] = []
 
@@ -80,9 +82,9 @@ class PlayedLauncher:
                 self._answer(connection, ServeRequest.model_validate_json(line))
 
     def poll(self, task: TaskSpec) -> Observation:
-        return Observation(TaskState.exited if self._ended.is_set() else TaskState.running)
+        return Observation(TaskState.exited if self._ended.is_set() else TaskState.running, self.exit_code)
 
-    def cancel(self, task: TaskSpec) -> None:
+    def cancel(self, task: TaskSpec | None = None) -> None:
         self._ended.set()
         self._listener.close()
         for connection in self._connections:
@@ -207,6 +209,10 @@ class Gated:
         self.goes_on.wait()
         sent(connection, AnswerEnd(reason="length", tokens=1))
 
+    def wait_for(self, count: int) -> bool:
+        with self.changed:
+            return self.changed.wait_for(lambda: len(self.begun) >= count, 20)
+
 
 @pytest.fixture
 def gated() -> Iterator[Gated]:
@@ -233,15 +239,11 @@ def test_chats_of_one_token_leave_another_its_turn(
             async for _ in found.answer(MODEL, ServeRequest(prompt=caller, seed="1")):
                 pass
 
-    def wait_for(count: int) -> bool:
-        with gated.changed:
-            return gated.changed.wait_for(lambda: len(gated.begun) >= count, 20)
-
     async def run() -> list[str]:
         tasks = [asyncio.create_task(ask("first")) for _ in range(20)]
-        assert await asyncio.to_thread(wait_for, 2)
+        assert await asyncio.to_thread(gated.wait_for, 2)
         tasks.append(asyncio.create_task(ask("other")))
-        assert await asyncio.to_thread(wait_for, len(begun))
+        assert await asyncio.to_thread(gated.wait_for, len(begun))
         seen = sorted(gated.begun)
         gated.goes_on.set()
         await asyncio.gather(*tasks)
@@ -268,6 +270,15 @@ class PlayedLaunchers:
     def cancel(self, task: TaskSpec) -> None:
         self._of[task.run_dir].cancel(task)
 
+    @property
+    def started(self) -> int:
+        return len(self._of)
+
+    def end_newest(self, exit_code: int) -> None:
+        newest = [*self._of.values()][-1]
+        newest.exit_code = exit_code
+        newest.cancel()
+
 
 def test_models_of_one_token_leave_a_place_to_that_of_another(tmp_path: Path, gated: Gated) -> None:
     launcher: Any = PlayedLaunchers(gated.answer)
@@ -279,17 +290,19 @@ def test_models_of_one_token_leave_a_place_to_that_of_another(tmp_path: Path, ga
             async for _ in found.answer(served, ServeRequest(prompt=caller, seed="1")):
                 pass
 
-    def wait_for(count: int) -> bool:
-        with gated.changed:
-            return gated.changed.wait_for(lambda: len(gated.begun) >= count, 20)
-
     async def run() -> list[BaseException | None]:
         tasks = [asyncio.create_task(ask("first", model)) for model in ("one", "two")]
-        assert await asyncio.to_thread(wait_for, 2)
+        assert await asyncio.to_thread(gated.wait_for, 2)
         with pytest.raises(NotServed, match="2 other models are answering"):
             await ask("first", "three")
+        shared = asyncio.create_task(ask("third", "one"))
+        assert await asyncio.to_thread(gated.wait_for, 3)
+        with pytest.raises(NotServed, match="2 other models are answering"):
+            await ask("other", "three")
+        shared.cancel()
+        await asyncio.wait([shared])
         tasks.append(asyncio.create_task(ask("other", "three")))
-        assert await asyncio.to_thread(wait_for, 3)
+        assert await asyncio.to_thread(gated.wait_for, 4)
         with pytest.raises(NotServed, match="2 other models are answering"):
             await ask("third", "four")
         gated.goes_on.set()
@@ -301,6 +314,41 @@ def test_models_of_one_token_leave_a_place_to_that_of_another(tmp_path: Path, ga
     assert isinstance(ended, NotServed)
     assert "another caller's model needs its place" in str(ended)
     assert others == [None, None]
+
+
+@pytest.mark.parametrize(("at_once", "outcome"), [(1, "refused"), (2, "not served")], ids=["alone", "one of two"])
+def test_a_prompt_that_was_alone_when_its_process_ended_is_refused_from_then_on_and_a_chat_is_not(
+    tmp_path: Path, at_once: int, outcome: str
+) -> None:
+    """Alone it has ended the process, even where that has not reported that it reads the prompt."""
+    begun = threading.Barrier(at_once)
+
+    def answer(connection: socket.socket, request: ServeRequest) -> None:
+        sent(connection, BEGUN)
+        if request.prompt is None:
+            sent(connection, AnswerEnd(reason="length", tokens=1))
+        elif begun.wait(20) == 0:
+            launchers.end_newest(-ENDED_BY)
+
+    launchers: Any = PlayedLaunchers(answer)
+    found = serving_of(tmp_path, launchers)
+
+    async def ask(**request: Any) -> str:
+        """How the answer ends."""
+        try:
+            async with aclosing(found.answer(MODEL, ServeRequest(seed="1", **request))) as messages:
+                return [message.kind async for message in messages][-1]
+        except NotServed:
+            return "not served"
+
+    async def run() -> list[str]:
+        ends = [await asyncio.gather(*(ask(prompt="a") for _ in range(at_once))) for _ in range(2)]
+        chat = await ask(messages=[{"role": "user", "content": "a"}])
+        await found.close()
+        return [*ends[0], *ends[1], chat]
+
+    assert asyncio.run(run()) == [outcome] * 2 * at_once + ["ended"]
+    assert launchers.started == (2 if outcome == "refused" else 3)
 
 
 UNBROKEN = "{{ 1.5 | round(1000000000 * (messages | length), 'floor') }}"

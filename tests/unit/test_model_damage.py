@@ -226,6 +226,26 @@ def test_a_model_without_a_file_of_a_tokenizer_is_refused(model: Path) -> None:
     assert refusal(model).startswith("it has no file of a tokenizer, such as tokenizer.json: download it")
 
 
+def with_tensors(names: list[str]) -> bytes:
+    """A file of weights."""
+    header = json.dumps({name: {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]} for name in names}).encode()
+    return struct.pack("<Q", len(header)) + header + b"0"
+
+
+def lora_on(module: str) -> dict[str, Any]:
+    lora = {"type": "LoRA", "lora_attn_modules": [module], "rank": 4, "alpha": 8}
+    return {**lora, "apply_lora_to_mlp": False, "apply_lora_to_output": False}
+
+
+def adapter_of(root: Path, model: Path, module: str) -> Path:
+    """A directory with PEFT's configuration of an adapter."""
+    sizes = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": [module]}
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(model), **sizes}
+    (adapter := root / "adapter").mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    return adapter
+
+
 SELF_ATTENTION = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkvo"]
 
 
@@ -247,11 +267,21 @@ def test_a_module_for_adapters_that_the_names_in_the_files_lack_is_refused_with_
         shard = (model / "model.safetensors").rename(model / "shard.safetensors").name
         (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, shard)}))
     else:
-        header = json.dumps({name: {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]} for name in names}).encode()
-        (model / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"0")
-    lora = {"type": "LoRA", "lora_attn_modules": [module], "rank": 4, "alpha": 8}
-    found = refusal(model, lora={**lora, "apply_lora_to_mlp": False, "apply_lora_to_output": False})
+        (model / "model.safetensors").write_bytes(with_tensors(names))
+    found = refusal(model, lora=lora_on(module))
     assert (hint in found) if hint else not found, found
+
+
+def test_the_modules_of_a_continued_adapter_are_not_compared_with_the_names_in_the_files(
+    tmp_path: Path, model: Path
+) -> None:
+    """transformers renames those of a vision model when it loads them."""
+    (model / "model.safetensors").write_bytes(with_tensors(SELF_ATTENTION))
+    module = "model.language_model.layers.0.self_attn.q_proj"
+    adapter = adapter_of(tmp_path, model, module)
+    (adapter / "adapter_model.safetensors").write_bytes(tensors(8))
+    assert refusal(adapter, "continue") == ""
+    assert "have no module of this name" in refusal(model, lora=lora_on(module))
 
 
 @pytest.mark.parametrize("name", ["special_tokens_map.json", "added_tokens.json"])
@@ -324,11 +354,7 @@ def test_a_request_for_a_directory_without_all_its_weights_is_refused_by_name(
 def test_a_request_for_an_adapter_without_its_weights_is_refused_by_name(
     tmp_path: Path, model: Path, use: str, files: dict[str, bytes], sentence: str
 ) -> None:
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    sizes = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ["q_proj"]}
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(model), **sizes}
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    adapter = adapter_of(tmp_path, model, "q_proj")
     for name, content in files.items():
         (adapter / name).write_bytes(content)
     hint = refusal(adapter, use)
