@@ -100,15 +100,12 @@ def _progress(status: dict[str, Any]) -> dict[str, str]:
     return parts
 
 
-def status_lines(
-    status: dict[str, Any], points: Sequence[dict[str, Any]] = (), columns: int | None = None, *, config: bool = False
-) -> list[str]:
+def status_lines(status: dict[str, Any], points: Sequence[dict[str, Any]] = (), *, config: bool = False) -> list[str]:
     """A job as `jobs show` prints it: names with their values.
 
     Args:
         status: with its effective configuration.
         points: metric points, the last ones.
-        columns: of the terminal, into which long values are wrapped; None: those of standard output, if that is one.
         config: the effective configuration is shown, too.
     """
     job, found = status["job_uuid"], status.get("resources_allocated") or {}
@@ -145,11 +142,13 @@ def status_lines(
         *(("config", f"{name} = {json.dumps(value)}") for name, value in (_flat(effective) if config else ())),
         *(("next", f"trl-remote {command}") for command in _next_commands(status, effective)),
     ]
-    return _beside_names([fact for fact in facts if fact[1]], columns or _columns())
+    return _beside_names([fact for fact in facts if fact[1]])
 
 
-def _beside_names(facts: Sequence[tuple[str, str]], columns: int | None) -> list[str]:
-    """Names with their values beside them; the name of several values stands beside the first."""
+def _beside_names(facts: Sequence[tuple[str, str]]) -> list[str]:
+    """Names with their values beside them, wrapped to the terminal of standard output, if that is one; the name of
+    several values stands beside the first."""
+    columns = _columns()
     width, found, last = max(len(name) for name, _ in facts), list[str](), ""
     for name, value in facts:
         for line in map(shown, lines_of(value)):
@@ -375,7 +374,7 @@ def node_lines(node: dict[str, Any], columns: int | None = None) -> list[str]:
         # The machine of a service without an agent of its own cannot be taken out.
         ("next", f"trl-remote nodes {change} {shlex.quote(name)}" if node.get("agent") else ""),
     ]
-    return _beside_names([fact for fact in facts if fact[1]], columns or _columns())
+    return _beside_names([fact for fact in facts if fact[1]])
 
 
 def devices_of(node: dict[str, Any]) -> list[tuple[str, str, str]]:
