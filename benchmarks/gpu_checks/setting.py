@@ -19,7 +19,7 @@ class Setting:
     is_dry_run: bool
     """Tiny models on the CPU: the program is checked, and nothing is measured."""
     nccl: str = ""
-    """The library by which two ranks share one GPU, or `gloo`, by which they do without NCCL; empty: each has its own."""
+    """The library by which two ranks share one GPU, or `gloo`: without NCCL. Empty: each has its own."""
 
     @property
     def device(self) -> str:
