@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from .inputs import ONE_B, full_rows, model
 from .jobs import Outcome, largest_difference, problems, run, run_all, spec
 from .recovery import SAME_LOSS
-from .report import Finding
+from .report import Finding, Skipped
 from .setting import Setting
 from .sharding import SAME_SPEED
 
@@ -28,6 +29,17 @@ def head_gradients(setting: Setting) -> Finding:
     jobs = {WITH: {"head_gradients": "forward"}, WITHOUT: {"head_gradients": "backward"}}
     sizes = {"steps": 12, "tokens": 64 if setting.is_dry_run else 1024, "batch_size": 4}
     return judge_speed(_run(setting, jobs, sizes), is_measured=not setting.is_dry_run)
+
+
+def ligers_kernels(setting: Setting) -> Finding:
+    """Decides whether Liger's kernels are faster than torch's operations: 1B, all weights, rows of 1,024 tokens, 4 a
+    step."""
+    if setting.is_dry_run:
+        raise Skipped("Liger's kernels need a GPU")
+    if find_spec("liger_kernel") is None:
+        raise Skipped("liger-kernel is not installed")
+    jobs = {WITH: {"liger_kernels": "always"}, WITHOUT: {"liger_kernels": "never"}}
+    return judge_speed(_run(setting, jobs, {"steps": 16, "tokens": 1024, "batch_size": 4}), is_measured=True)
 
 
 def mlp_tiles(setting: Setting) -> Finding:

@@ -56,6 +56,7 @@ CHECKS = (
     Check("metrics a step later", "gpu_checks.speed:later_metrics", 120),
     Check("LoRA as one operation", "gpu_checks.operations:fused_lora", 150),
     Check("gradients of the head", "gpu_checks.operations:head_gradients", 150),
+    Check("Liger's kernels", "gpu_checks.operations:ligers_kernels", 150),
     Check("networks in tiles", "gpu_checks.operations:mlp_tiles", 150),
     Check("kept attention", "gpu_checks.operations:kept_attention", 150),
     Check("compiled blocks", "gpu_checks.operations:compiled_blocks", 480),

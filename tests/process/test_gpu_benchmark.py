@@ -28,7 +28,7 @@ from gpu_checks.registry import CHECKS, Check  # noqa: E402
 from gpu_checks.report import read  # noqa: E402
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
-NEEDS_GPU = {"tests/gpu", "activation offloading", "contexts", "NCCL memory", "weights for vLLM at 8B"}
+NEEDS_GPU = {"tests/gpu", "activation offloading", "contexts", "NCCL memory", "weights for vLLM at 8B", "Liger's kernels"}
 IN_CI = {*NEEDS_GPU, "environment", "HYBRID_SHARD", "export", "SIGTERM", "host time of LoRA at 8B"}
 """One of each module of benchmarks/gpu_checks, and one that exports nothing; all take 10 minutes."""
 NAMES = [check.name for check in CHECKS if FULL or check.name in IN_CI]

@@ -408,6 +408,7 @@ FAULTS: dict[str, tuple[Judge, tuple[Any, ...], dict[str, tuple[Any, ...]]]] = {
     ),
     "LoRA as one operation": OPERATIONS,
     "gradients of the head": OPERATIONS,
+    "Liger's kernels": OPERATIONS,
     "networks in tiles": (
         operations.judge_memory,
         ({operations.WITH: SMALL, operations.WITHOUT: job()}, True),
