@@ -29,7 +29,7 @@ def load(place: str) -> Callable[[Setting], Finding]:
 
 CHECKS = (
     Check("environment", "gpu_checks.environment:environment", 60),
-    Check("tests/gpu", "gpu_checks.environment:tests_gpu", 180),
+    Check("tests/gpu", "gpu_checks.environment:tests_gpu", 300),
     Check("FSDP2 output dtype", "gpu_checks.sharding:output_dtype", 120),
     Check("cpu_offload", "gpu_checks.sharding:cpu_offload", 90),
     Check("tokens per second", "gpu_checks.speed:clock", 90),
