@@ -23,7 +23,7 @@ CHATML = (
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama, with tied embeddings."""
+    """A Llama."""
 
     name: str
     hidden: int
@@ -32,13 +32,21 @@ class Shape:
     kv_heads: int
     intermediate: int
     vocabulary: int
+    is_tied: bool = True
+    """Its head is its table of embeddings."""
+
+    @property
+    def multiplied(self) -> int:
+        """Weights by which each token is multiplied: all but a table of embeddings that is no head."""
+        return self.parameters - (0 if self.is_tied else self.vocabulary * self.hidden)
 
     @property
     def parameters(self) -> int:
         width = self.hidden // self.heads
         attention = 2 * self.hidden * self.hidden + 2 * self.hidden * width * self.kv_heads
         block = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
-        return self.vocabulary * self.hidden + self.layers * block + self.hidden
+        tables = 1 if self.is_tied else 2
+        return tables * self.vocabulary * self.hidden + self.layers * block + self.hidden
 
 
 TINY = Shape("tiny", 64, 2, 4, 2, 128, 512)
@@ -48,9 +56,13 @@ TEN_M = Shape("10M", 320, 6, 5, 5, 960, 4096)
 HUNDRED_M = Shape("100M", 768, 12, 12, 12, 2048, 16384)
 HALF_B = Shape("0.5B", 896, 24, 14, 2, 4864, 151_936)
 ONE_B = Shape("1B", 2048, 16, 32, 8, 8192, 128_256)
+ONE_B_WIDE = Shape("1B-wide", 2048, 2, 32, 8, 8192, 128_256)
+"""Two of the blocks of 1B: a step checkpoint of all weights takes 5 GB, of 1B 15 GB."""
+EIGHT_B = Shape("8B", 4096, 32, 32, 8, 14336, 128_256, is_tied=False)
 EIGHT_B_WIDE = Shape("8B-wide", 4096, 4, 32, 8, 14336, 128_256)
 """Four of the blocks of 8B."""
-SHAPES = {shape.name: shape for shape in (TINY, DEEP, TEACHER, TEN_M, HUNDRED_M, HALF_B, ONE_B, EIGHT_B_WIDE)}
+_ALL = (TINY, DEEP, TEACHER, TEN_M, HUNDRED_M, HALF_B, ONE_B, ONE_B_WIDE, EIGHT_B, EIGHT_B_WIDE)
+SHAPES = {shape.name: shape for shape in _ALL}
 
 
 def model(setting: Setting, shape: Shape) -> Path:
@@ -102,8 +114,8 @@ def random_model(shape: Shape, **changes: Any) -> Any:
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
-        "max_position_embeddings": 16384,
-        "tie_word_embeddings": True,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": shape.is_tied,
         "bos_token_id": None,
         "eos_token_id": 0,
         "pad_token_id": 0,
@@ -132,6 +144,17 @@ def rows(algorithm: str, count: int, tokens: int) -> list[dict[str, str]]:
         else:
             found.append({"prompt": f"{number}?", "chosen": answer, "rejected": f"no {answer[: len(answer) // 2]}"})
     return found
+
+
+def full_rows(algorithm: str, count: int, tokens: int) -> list[dict[str, str]]:
+    """Rows whose every sequence has more than `tokens` tokens, so that a job cuts it there."""
+    long = rows("sft", 1, tokens)[0]["completion"]
+    if algorithm == "sft":
+        return [{"prompt": f"{number}?", "completion": f"{number} {long}"} for number in range(count)]
+    return [
+        {"prompt": f"{number}?", "chosen": f"{number} {long}", "rejected": f"no {number} {long}"}
+        for number in range(count)
+    ]
 
 
 def rows_of_many_lengths(algorithm: str, count: int, tokens: int) -> list[dict[str, str]]:

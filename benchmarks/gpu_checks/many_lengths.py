@@ -1,8 +1,8 @@
-"""Our jobs and stock TRL on rows of many lengths, each variant in turn in one process.
+"""Our jobs and stock TRL on the same rows, each variant in turn in one process.
 
     python -m gpu_checks.many_lengths OUT SFT_SPEC DPO_SPEC [...]
 
-Writes the seconds of each step to OUT: {"SFT": {"ours": [[...], ...], "stock TRL": [[...], ...]}, "DPO LoRA": ...}, a
+Writes the seconds of each step to OUT: {"SFT, 8 a step": {"ours": [[...], ...], "stock TRL": [[...], ...]}, ...}, a
 list for each round. A job's time is read from its metric points, stock TRL's after each step; both have waited for the
 GPU there, the job if its `read_metrics_later` is never.
 """
@@ -33,7 +33,8 @@ def main(arguments: list[str]) -> int:
     found: dict[str, dict[str, list[list[float]]]] = {}
     for path in specs:
         attempt = AttemptSpec.model_validate_json(path.read_text())
-        kind = f"{attempt.job.algorithm.upper()}{' LoRA' if attempt.job.lora else ''}"
+        rows = attempt.job.data.batch_size
+        kind = f"{attempt.job.algorithm.upper()}{' LoRA' if attempt.job.lora else ''}, {rows} a step"
         times = found.setdefault(kind, {"ours": [], "stock TRL": []})
         times["stock TRL"].append(_train_with_trl(attempt.job))
         _free()

@@ -227,6 +227,8 @@ def nccl_memory(setting: Setting) -> Finding:
     """Decides what NCCL takes on each GPU beside torch's memory, with and without NVLS, for the estimate's constant."""
     if setting.is_dry_run:
         raise Skipped("NCCL needs GPUs: gloo's buffers are in CPU memory")
+    if setting.nccl:
+        raise Skipped("what each of two ranks takes is not seen on a GPU that they share")
     from llama_stack_provider_trl.recipes.memory.estimate import _CUDA_CONTEXT
 
     grown = {name: _nccl_bytes(setting, value) for name, value in (("NVLS", "1"), ("no NVLS", "0"))}

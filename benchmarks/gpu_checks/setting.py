@@ -7,6 +7,7 @@ from pathlib import Path
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 REPOSITORY = BENCHMARKS.parent
+GLOO = "gloo"
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Setting:
     is_dry_run: bool
     """Tiny models on the CPU: the program is checked, and nothing is measured."""
     nccl: str = ""
-    """The library by which two ranks share one GPU; empty: each has its own."""
+    """The library by which two ranks share one GPU, or `gloo`: without NCCL. Empty: each has its own."""
 
     @property
     def device(self) -> str:
@@ -36,6 +37,8 @@ class Setting:
             return {"OMP_NUM_THREADS": "1"}
         if not self.nccl:
             return {}
+        if self.nccl == GLOO:
+            return {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "TRL_CUDA_BACKEND": GLOO}
         # NVLink SHARP takes a GPU for each rank, and two ranks need room for the kernels of both.
         sharing = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
         return {"LD_PRELOAD": self.nccl, **sharing}

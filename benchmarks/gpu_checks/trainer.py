@@ -1,6 +1,6 @@
 """One training process with settings that no request has: FSDP2 in a world of one, its output dtype, no export.
 
-    python -m gpu_checks.trainer [--world-of-one] [--output-dtype none|fp32] [--measure] SPEC...
+    python -m gpu_checks.trainer [--world-of-one] [--output-dtype none|fp32] [--measure] [--steps] [--syncs] SPEC...
 
 Runs `recipes.train` itself, and writes `recorded.json` beside each spec.
 """
@@ -12,12 +12,15 @@ import dataclasses
 import gc
 import json
 import os
+import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from .jobs import free_port
+from .steps import watch_steps
 
 
 def main() -> int:
@@ -25,6 +28,8 @@ def main() -> int:
     parser.add_argument("--world-of-one", action="store_true", help="shard although there is one rank")
     parser.add_argument("--output-dtype", choices=("none", "fp32"), help="of FSDP2's mixed precision, for every unit")
     parser.add_argument("--measure", action="store_true", help="record peak memory, and export nothing")
+    parser.add_argument("--steps", action="store_true", help="record where the time of a step goes")
+    parser.add_argument("--syncs", action="store_true", help="record the seconds until vLLM has the weights of a step")
     parser.add_argument("specs", nargs="+", type=Path)
     options = parser.parse_args()
     forget_recipes()
@@ -33,12 +38,15 @@ def main() -> int:
         enter_world_of_one()
     if options.measure:
         without_export()
+    watched = [watch_steps() if options.steps else {}, watch_syncs() if options.syncs else {}]
     failed = 0
     for path in options.specs:
         status, recorded = train(path, options.measure)
         failed = failed or status
         if not status:
-            (path.parent / "recorded.json").write_text(json.dumps(recorded | sharded))
+            for found in (*watched, sharded):
+                recorded |= found
+            (path.parent / "recorded.json").write_text(json.dumps(recorded))
     return failed
 
 
@@ -85,6 +93,34 @@ def watch_sharding(output_dtype: str | None) -> dict[str, Any]:
     return recorded
 
 
+def watch_syncs() -> dict[str, float]:
+    """Time how long it takes until vLLM has the weights of a step. Returns where the median will be, as `sync`: of all
+    but the first one, before which vLLM starts."""
+    import torch
+
+    from llama_stack_provider_trl.recipes.model.vllm_process import VllmProcess
+    from llama_stack_provider_trl.recipes.trainer.vllm_policy import VllmPolicy
+
+    answer, reload = VllmPolicy.answer, VllmProcess.reload
+    found, times = dict[str, float](), list[float]()
+    began = [0.0]
+
+    def answered(policy: Any, *arguments: Any, **named: Any) -> Any:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # what is queued before it is no part of it
+        began[0] = time.perf_counter()
+        return answer(policy, *arguments, **named)
+
+    def reloaded(process: Any, *arguments: Any, **named: Any) -> None:
+        reload(process, *arguments, **named)
+        times.append(time.perf_counter() - began[0])
+        found["sync"] = statistics.median(times[1:] or times)
+
+    setattr(VllmPolicy, "answer", answered)  # noqa: B010
+    setattr(VllmProcess, "reload", reloaded)  # noqa: B010
+    return found
+
+
 def enter_world_of_one() -> None:
     """Open a process group of one rank, and have the recipes shard over it as over several."""
     import torch
@@ -106,10 +142,9 @@ def without_export() -> None:
     """End attempts with their last step: writing and reading gigabytes is no part of what is measured."""
     from llama_stack_provider_trl.recipes import session
 
-    for name in ("_check_export", "_export"):
-        if not hasattr(session, name):
-            raise AttributeError(f"recipes.session has no {name}, which this benchmark replaces: adapt it")
-        setattr(session, name, lambda *arguments: None)
+    if not hasattr(session, "_export"):
+        raise AttributeError("recipes.session has no _export, which this benchmark replaces: adapt it")
+    session._export = lambda *arguments: None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What saves GPU memory does, and changes no number. Skipped where there is no NVIDIA GPU."""
+"""What saves GPU memory does, and changes no number; empty shards. Skipped where there is no NVIDIA GPU."""
 
 from __future__ import annotations
 
@@ -73,3 +73,14 @@ def test_fp16_trains_with_loss_scaling(tmp_path: Path, model: Path) -> None:
     half, _ = measured(tmp_path / "fp16", model, n_epochs=8, dtype="fp16")
     assert half[0] == pytest.approx(single[0], rel=1e-2)
     assert half[-1] < half[0]
+
+
+def test_a_rank_without_a_row_of_an_adapter_clips_and_steps_as_the_others() -> None:
+    """Of 16 ranks that shard an adapter of rank 8, half have empty parts of it."""
+    held = [torch.nn.Parameter(torch.ones(size, 4, device="cuda")) for size in (0, 2, 0)]
+    for weight in held:
+        weight.grad = torch.full_like(weight, 3.0)
+    norm = torch.nn.utils.clip_grad_norm_(held, 1.0, foreach=True)
+    torch.optim.AdamW(held, lr=0.1, weight_decay=0.0, fused=True).step()
+    assert float(norm) == pytest.approx(3.0 * 8**0.5)
+    assert [weight.tolist() for weight in held] == [[], [pytest.approx([0.9] * 4)] * 2, []]

@@ -83,8 +83,10 @@ def test_groups_that_others_open_get_the_jobs_timeout(group: None, monkeypatch: 
     assert backend.options._timeout == ranks.COLLECTIVE_TIMEOUT
 
 
-def test_gpu_ranks_have_a_backend_for_tensors_in_cpu_memory() -> None:
+def test_gpu_ranks_have_a_backend_for_tensors_in_cpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backend_of(torch.device("cuda", 1)) == "cpu:gloo,cuda:nccl"
+    monkeypatch.setenv("TRL_CUDA_BACKEND", "gloo")
+    assert backend_of(torch.device("cuda", 1)) == "cpu:gloo,cuda:gloo"
     assert backend_of(torch.device("cpu")) == "gloo"
 
 

@@ -19,6 +19,7 @@ sys.path.append(str(REPOSITORY / "benchmarks"))
 import gpu  # noqa: E402
 from gpu_checks import (  # noqa: E402
     environment,
+    inputs,
     methods,
     numerics,
     operations,
@@ -28,9 +29,11 @@ from gpu_checks import (  # noqa: E402
     report,
     sharding,
     speed,
+    steps,
+    targets,
     wheels,
 )
-from gpu_checks.inputs import ONE_B  # noqa: E402
+from gpu_checks.inputs import EIGHT_B, ONE_B  # noqa: E402
 from gpu_checks.jobs import Outcome, Step, digest  # noqa: E402
 from gpu_checks.report import Finding, Result, Status  # noqa: E402
 from gpu_checks.setting import Setting  # noqa: E402
@@ -98,10 +101,6 @@ BATCHES = {
     for name in ("padded", "one sequence")
 }
 MASKS = {"mask": FORWARD, "no mask": FORWARD, "packed": FORWARD}
-SPEEDS = {
-    name: {"steady_tokens_per_s": 1000.0, "speed_against_stock": {"steady_wall_s": {"median": 1.0}}}
-    for name in ("stock TRL", "our recipe", "bare loop")
-}
 BY_METHOD = {"ORPO": job(), "KTO": job()}
 ANSWERED = job(steps=job().steps[: methods.STEPS])
 TWICE = {f"{name}, {turn}": ANSWERED for name in ("GRPO", "GOLD") for turn in (methods.FIRST, methods.SECOND)}
@@ -112,14 +111,60 @@ HUNG = recovery.Hung(job(ended="hung"), seconds=25.0, timeout=20.0, stacks="Curr
 TERMINATED = recovery.Terminated(0.5, job(exit_code=-signal.SIGTERM), job())
 
 
-def slowed(algorithm: str, ratio: float) -> dict[str, Any]:
-    slower = {**SPEEDS["our recipe"], "speed_against_stock": {"steady_wall_s": {"median": ratio}}}
-    return {"sft": SPEEDS, "dpo": SPEEDS, algorithm: {**SPEEDS, "our recipe": slower}}
-
-
 Judge = Callable[..., Finding]
+RESUMED: Any = (
+    recovery.judge_resume,
+    (job(), job(), LAST),
+    {"the resumed job has other weights": (job(), job(), replace(LAST, weights="other"))},
+)
+TRACE = {"busy": 0.2, "idle": 0.1, "host": 0.1, "step": 0.3, "kernels": 2000.0, "outside": 0.005, "peak": 70.0 * GIB}
+OF_1B = targets.Target("4,096 tokens", ONE_B, 4, 1024, percent=33)
+OF_8B = targets.Target("4 x 1,024", EIGHT_B, 4, 1024, lora=True, tokens_per_second=12_000)
+OF_128K = targets.Target("131,072 tokens", EIGHT_B, 1, 131_072, lora=True)
+
+
+def ran(tokens_per_second: float, target: targets.Target = OF_1B, **changes: Any) -> targets.Ran:
+    """A job of this speed, whose blocks are compiled."""
+    seconds = target.tokens_of_a_step / tokens_per_second
+    steps = tuple(replace(step, time=seconds * step.step) for step in job().steps)
+    return targets.Ran(job(**{"steps": steps, "compiled": "used in 16 of 16 blocks", **changes}), TRACE)
+
+
+def reached(target: targets.Target, requested: float, compiled: float) -> tuple[Any, ...]:
+    variants = {targets.REQUESTED: ran(requested, target), targets.COMPILED: ran(compiled, target)}
+    return ({target: variants}, 989e12)
+
+
+SPEED_OF_1B: Any = (
+    targets.judge_targets,
+    reached(OF_1B, 30_000, 45_000),  # 42,000 tokens a second are 33 % of an H100
+    {
+        "both are slower": reached(OF_1B, 30_000, 40_000),
+        "nothing is compiled": (
+            {OF_1B: {targets.REQUESTED: ran(45_000), targets.COMPILED: ran(45_000, compiled="off: MoE")}},
+            989e12,
+        ),
+        "no step was traced": ({OF_1B: {targets.REQUESTED: targets.Ran(job(), {})}}, 989e12),
+    },
+)
+SPEED_OF_8B: Any = (
+    targets.judge_targets,
+    reached(OF_8B, 11_000, 12_100),
+    {"both are slower": reached(OF_8B, 11_000, 11_900)},
+)
+LONG_ROW: Any = (
+    targets.judge_long_rows,
+    ({OF_128K: ran(1000, OF_128K)}, 989e12),
+    {
+        "it takes more than 80 GB": (
+            {OF_128K: targets.Ran(job(), {**TRACE, "peak": 80.0 * GIB})},
+            989e12,
+        ),
+        "its peak is not known": ({OF_128K: targets.Ran(job(), {})}, 989e12),
+    },
+)
 MANY_LENGTHS: Any = (
-    speed.judge_many_lengths,
+    speed.judge_against_trl,
     ({"SFT": STEPS_OF_BOTH, "DPO": STEPS_OF_BOTH}, 2, True),
     {
         "DPO is slower than stock TRL": (
@@ -128,6 +173,7 @@ MANY_LENGTHS: Any = (
             True,
         ),
         "DPO is missing": ({"SFT": STEPS_OF_BOTH}, 2, True),
+        "LoRA is less than 1.4 times as fast": ({"SFT LoRA": {**STEPS_OF_BOTH, "ours": [[0.15] * 8]}}, 1, True),
     },
 )
 
@@ -258,43 +304,19 @@ FAULTS: dict[str, tuple[Judge, tuple[Any, ...], dict[str, tuple[Any, ...]]]] = {
     ),
     "repeat and resume": (
         recovery.judge_resume,
-        (job(), job(), LAST, True),
+        (job(), job(), LAST),
         {
-            "the resumed job has other weights": (job(), job(), replace(LAST, weights="other"), False),
-            "it began again": (job(), job(), job(), False),
-            "there are no weights": (job(weights=""), job(weights=""), replace(LAST, weights=""), False),
-            "two equal jobs differ on a CPU": (job(), job(weights="other"), LAST, True),
-            "two equal jobs have nothing in common": (
-                job(),
-                job(weights="other", steps=tuple(replace(one, loss=one.loss + 1) for one in job().steps)),
-                LAST,
-                False,
-            ),
-            "the rest differs more than twice the same job": (
-                job(),
+            "the resumed job has other weights": (job(), job(), replace(LAST, weights="other")),
+            "it began again": (job(), job(), job()),
+            "there are no weights": (job(weights=""), job(weights=""), replace(LAST, weights="")),
+            "two equal jobs differ, whatever their record says": (
+                job(repeats="up to rounding"),
                 job(weights="other"),
-                job(weights="third", steps=tuple(replace(one, loss=one.loss + 1) for one in LAST.steps)),
-                False,
+                LAST,
             ),
         },
     ),
-    "repeat at 1B": (
-        recovery.judge_resume,
-        (job(), job(), LAST, True),
-        {"the resumed job has other weights": (job(), job(), replace(LAST, weights="other"), True)},
-    ),
-    "repeat of a long row": (
-        recovery.judge_resume,
-        (job(), job(), LAST, True),
-        {
-            "two equal jobs differ although their record says that they repeat": (
-                job(),
-                job(weights="other"),
-                LAST,
-                True,
-            )
-        },
-    ),
+    **dict.fromkeys(("repeat at 1B", "repeat of all weights", "repeat of a long row"), RESUMED),
     "memory estimate": (
         peak_memory.judge_estimate,
         ([MEASURED, MEASURED],),
@@ -386,6 +408,7 @@ FAULTS: dict[str, tuple[Judge, tuple[Any, ...], dict[str, tuple[Any, ...]]]] = {
     ),
     "LoRA as one operation": OPERATIONS,
     "gradients of the head": OPERATIONS,
+    "Liger's kernels": OPERATIONS,
     "networks in tiles": (
         operations.judge_memory,
         ({operations.WITH: SMALL, operations.WITHOUT: job()}, True),
@@ -405,13 +428,27 @@ FAULTS: dict[str, tuple[Judge, tuple[Any, ...], dict[str, tuple[Any, ...]]]] = {
             "nothing is compiled": ({"1B": dict.fromkeys(COMPILED["1B"], job())}, job(), True),
         },
     ),
-    "speed at 1B": (
-        speed.judge_throughput,
-        ({"sft": SPEEDS, "dpo": SPEEDS}, ONE_B, 989e12, True),
+    "speed at 1B": MANY_LENGTHS,
+    "SFT at 1B": SPEED_OF_1B,
+    "DPO at 1B": SPEED_OF_1B,
+    "LoRA at 8B, rows of 1,024": SPEED_OF_8B,
+    "LoRA at 8B, rows of 4,096": SPEED_OF_8B,
+    "host time of LoRA at 8B": (
+        targets.judge_host_time,
+        (OF_8B, ran(12_000, OF_8B), True),
         {
-            "SFT is slower than stock TRL": (slowed("sft", 0.9), ONE_B, 989e12, True),
-            "DPO is slower than stock TRL": (slowed("dpo", 0.9), ONE_B, None, True),
-            "DPO is missing": ({"sft": SPEEDS}, ONE_B, None, True),
+            "it takes longer": (OF_8B, targets.Ran(job(), {**TRACE, "outside": 0.006}), True),
+            "no step was timed": (OF_8B, targets.Ran(job(), {"busy": 0.0}), True),
+        },
+    ),
+    "rows of 32k and 64k at 8B": LONG_ROW,
+    "a row of 128k at 8B": LONG_ROW,
+    "weights for vLLM at 8B": (
+        targets.judge_weights_for_vllm,
+        (targets.Ran(job(), {"sync": 0.9}), True),
+        {
+            "it takes longer": (targets.Ran(job(), {"sync": 1.1}), True),
+            "none were sent": (targets.Ran(job(), {}), True),
         },
     ),
     "two ranks": (
@@ -491,6 +528,8 @@ def failing(value: Any) -> Iterator[Any]:
     """What a check judges, with each of its jobs failed in turn."""
     if isinstance(value, Outcome):
         yield FAILED
+    elif isinstance(value, targets.Ran):
+        yield targets.Ran(FAILED, value.steps)
     elif isinstance(value, dict):
         yield from ({**value, key: one} for key, inner in value.items() for one in failing(inner))
     elif isinstance(value, tuple):
@@ -528,12 +567,6 @@ def test_the_self_ratio_is_compared_before_the_first_update_only() -> None:
     assert found.passed
 
 
-def test_a_gpu_that_adds_in_another_order_may_resume_with_other_bits() -> None:
-    steps = tuple(replace(step, loss=step.loss * 1.0001) for step in job().steps)
-    again = job(weights="other", steps=steps)
-    assert recovery.judge_resume(job(), again, job(weights="third", steps=steps[4:]), must_repeat=False).passed
-
-
 def test_a_job_that_was_to_be_sharded_and_was_not_counts_as_failed() -> None:
     assert numerics.require_shards(job(), {"units": 4}).finished
     whole = numerics.require_shards(job(), {"units": 0})
@@ -567,8 +600,35 @@ def test_the_operations_of_a_step_are_those_of_its_weights_and_attention() -> No
     assert ONE_B.parameters == pytest.approx(1.236e9, rel=1e-3)
     # 6 x parameters, and 6 x layers x hidden x tokens for causal attention; DPO's reference adds a third.
     sft = 6 * ONE_B.parameters + 6 * 16 * 2048 * 1024
-    assert speed.operations_per_token(ONE_B, "sft") == pytest.approx(sft)
-    assert speed.operations_per_token(ONE_B, "dpo") == pytest.approx(4 / 3 * sft)
+    assert targets.operations(OF_1B) == pytest.approx((sft, sft))
+    assert targets.operations(replace(OF_1B, algorithm="dpo"))[0] == pytest.approx(4 / 3 * sft)
+    # The table of embeddings is no head, and frozen weights get no gradients.
+    assert EIGHT_B.parameters == pytest.approx(8.030e9, rel=1e-3)
+    multiplied, attention = EIGHT_B.parameters - 128_256 * 4096, 6 * 32 * 4096 * 1024
+    assert targets.operations(OF_8B) == pytest.approx((6 * multiplied + attention, 4 * multiplied + attention))
+
+
+def test_rows_are_as_many_tokens_as_their_target_counts(tmp_path: Path) -> None:
+    for row in (*inputs.full_rows("sft", 3, 500), *inputs.full_rows("dpo", 3, 500)):
+        assert all(len(text) > 500 for name, text in row.items() if name != "prompt")
+        assert len({*row.values()}) == len(row)
+
+
+def test_a_trace_has_the_time_of_the_gpu_and_of_python() -> None:
+    def span(category: str, name: str, begin: int, length: int) -> dict[str, Any]:
+        return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": length}
+
+    events = [
+        span("kernel", "gemm", 0, 400_000),
+        span("kernel", "gemm", 200_000, 400_000),  # another stream's, half of it beside the first
+        span("gpu_memcpy", "Memcpy DtoH", 700_000, 100_000),
+        span("cuda_runtime", "cudaLaunchKernel", 0, 10),
+        span("cuda_runtime", "cudaStreamSynchronize", 500_000, 300_000),
+        span("cpu_op", "aten::mm", 0, 900_000),
+        {"ph": "i", "cat": "kernel", "name": "a mark", "ts": 0},
+    ]
+    found = steps.totals(events, seconds=1.0, steps=2)
+    assert found == pytest.approx({"step": 0.5, "busy": 0.35, "idle": 0.15, "host": 0.35, "kernels": 1.0})
 
 
 def test_processes_on_gpus_are_read_from_nvidia_smi() -> None:

@@ -83,8 +83,9 @@ def connected_peers(device: torch.device, run_dir: Path, writer: EventWriter) ->
 
 def backend_of(device: torch.device) -> str:
     """The backend of a process group. Beside NCCL there is gloo: under fsdp_cpu_offload gradients are clipped, and
-    checkpoints saved, from tensors in CPU memory, which NCCL does not exchange (pytorch#148532)."""
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    checkpoints saved, from tensors in CPU memory, which NCCL does not exchange (pytorch#148532). `TRL_CUDA_BACKEND`
+    names another one than NCCL, for benchmarks/gpu.py: before 2.30 NCCL refuses two ranks on one GPU."""
+    return f"cpu:gloo,cuda:{os.environ.get('TRL_CUDA_BACKEND') or 'nccl'}" if device.type == "cuda" else "gloo"
 
 
 @contextmanager
