@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from .bases import Frozen
+from .event_fields import Message
 from .model_source import ModelSource
 
 SOCKET = "serve.sock"
@@ -125,7 +126,7 @@ class AnswerRefused(Frozen):
     """The request, or the model, cannot be used."""
 
     kind: Literal["refused"] = "refused"
-    message: str
+    message: Message
     is_request: bool
     """Whether the request is at fault, or the model that it names; else the machine, such as its memory."""
 

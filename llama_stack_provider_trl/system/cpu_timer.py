@@ -8,6 +8,7 @@ Only the default action of a signal ends it. Linux only: elsewhere there is no t
 from __future__ import annotations
 
 import ctypes
+import errno
 import signal
 import sys
 from functools import cache
@@ -40,8 +41,10 @@ class _TimerSpec(ctypes.Structure):
 
 class CpuTimer:
     """Ends this process after so many seconds of CPU time of the thread that creates it, unless `cancel` is called
-    before, or nothing refers to it any more. A fork has no timers. Raises OSError: the kernel has none left for this
-    user.
+    before, or nothing refers to it any more. A fork has no timers. Raises OSError: the kernel has none.
+
+    The kernel has a number of them for each user (RLIMIT_SIGPENDING), which the code of one job can take for itself.
+    Then the one timer that each process has without them counts the time of all its threads, for one block at a time.
 
     Args:
         of_all: of all threads, as many times as many seconds as this process has cores: others may compute meanwhile.
@@ -49,6 +52,7 @@ class CpuTimer:
 
     def __init__(self, seconds: float, *, of_all: bool = False) -> None:
         self._timer: ctypes.c_void_p | None = None
+        self._has_interval = False
         if (library := _library()) is None:
             return
         timer = ctypes.c_void_p()
@@ -56,7 +60,12 @@ class CpuTimer:
         clock = _CLOCK_PROCESS_CPUTIME_ID if of_all else _CLOCK_THREAD_CPUTIME_ID
         seconds *= usable_cpus() if of_all else 1
         if library.timer_create(clock, ctypes.byref(event), ctypes.byref(timer)):
-            raise OSError(ctypes.get_errno(), "no timer of CPU time can be created")
+            if (number := ctypes.get_errno()) != errno.EAGAIN:
+                raise OSError(number, "no timer of CPU time can be created")
+            if not signal.getitimer(signal.ITIMER_VIRTUAL)[0]:
+                signal.setitimer(signal.ITIMER_VIRTUAL, seconds if of_all else seconds * usable_cpus())
+                self._has_interval = True
+            return
         self._timer = timer
         wanted = _TimerSpec(value_s=int(seconds), value_ns=int(seconds % 1 * 1e9) or 1)
         library.timer_settime(timer, 0, ctypes.byref(wanted), None)
@@ -66,6 +75,9 @@ class CpuTimer:
         if self._timer is not None and (library := _library()) is not None:
             library.timer_delete(self._timer)
             self._timer = None
+        if self._has_interval:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            self._has_interval = False
 
     def __enter__(self) -> None:
         """End the process where the block does not end in time."""

@@ -27,6 +27,8 @@ _LINGER, _REST = 1.0, 64 << 10
 before they have sent it."""
 _HEAD = 8192
 """Bytes of a status with the headers behind it."""
+_LONGEST_DATE = 64
+"""Characters of a Retry-After that are read."""
 _WITH_RETRY_AFTER = frozenset({429, 503})
 """Statuses whose answers may say when to call again (RFC 9110, 10.2.3)."""
 _GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
@@ -207,10 +209,9 @@ def retry_after(head: bytes, now: float) -> float:
         head: its status and headers.
         now: seconds since the epoch.
     """
-    found = re.search(rb"\r\nretry-after:[ \t]*([^\r\n]*?)[ \t]*(?:\r\n|$)", head, re.IGNORECASE)
-    if found is None:
-        return 0.0
-    text = found[1].decode("latin-1")
+    fields = (line.partition(b":") for line in head.split(b"\r\n")[1:])
+    found = next((value for name, _, value in fields if name.lower() == b"retry-after"), b"")
+    text = found.strip(b" \t").decode("latin-1")[:_LONGEST_DATE]
     if re.fullmatch(r"[0-9]{1,18}", text):
         return float(text)
     try:

@@ -76,12 +76,14 @@ thread.start()
 thread.join()
 """
 _TOKENIZING = """
-import sys
+import resource, signal, sys
 from transformers import AutoTokenizer
 from llama_stack_provider_trl.recipes.data import tokenizer_calls
 tokenizer_calls.SECONDS = 0.5
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_SIGPENDING, (int(sys.argv[4]), int(sys.argv[4])))
 tokenizer_calls.call_tokenizer(tokenizer, ["a"])
+assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
 tokenizer_calls.call_tokenizer(tokenizer, [sys.argv[2] * 100] * int(sys.argv[3]))
 """
 
@@ -124,9 +126,13 @@ def with_pattern(directory: Path, pattern: str) -> str:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a timer of CPU time ends it")
-@pytest.mark.parametrize("texts", [1, 2])
-def test_a_tokenizer_whose_expression_does_not_end_is_ended_with_its_process(tmp_path: Path, texts: int) -> None:
-    command = [sys.executable, "-c", _TOKENIZING, with_pattern(tmp_path, r"x*x*x*[^x\n]"), "x" * 350 + "\n", str(texts)]
+@pytest.mark.parametrize(("texts", "timers"), [(1, 100), (2, 100), (1, 0), (2, 0)])
+def test_a_tokenizer_whose_expression_does_not_end_is_ended_with_its_process(
+    tmp_path: Path, texts: int, timers: int
+) -> None:
+    """Also where a job of the same user has taken all timers."""
+    given = [with_pattern(tmp_path, r"x*x*x*[^x\n]"), "x" * 350 + "\n", str(texts), str(timers)]
+    command = [sys.executable, "-c", _TOKENIZING, *given]
     assert subprocess.run(command, timeout=120, check=False).returncode == -ENDED_BY
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from llama_stack_provider_trl.errors import NotServed
 from llama_stack_provider_trl.specs.model_source import ModelSource
-from llama_stack_provider_trl.specs.serving import ServeRequest
+from llama_stack_provider_trl.specs.serving import AnswerRefused, ServeRequest
+from llama_stack_provider_trl_remote.service.serving.chats import _refused
 from llama_stack_provider_trl_remote.service.serving.served import Files, Served
 from llama_stack_provider_trl_remote.service.serving.serving import Serving
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
@@ -104,3 +105,17 @@ def test_a_process_beside_a_training_leaves_for_a_device_that_is_free(tmp_path: 
     with pytest.raises(LookupError):
         asyncio.run(serving._process_for(served))
     assert process.reason == "a device is free: it need not answer beside a training"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("'/d/serving/1/adapters/abc/a.json' is damaged", "'ft:a/a.json' is damaged"),
+        ("/d/adapters/abc and /d/adapters/other", "ft:a and /d/adapters/other"),
+        ("x" * 20_000, "x" * 16_383 + "…"),
+    ],
+)
+def test_a_refusal_names_the_model_in_place_of_the_copy_of_its_adapter(text: str, shown: str) -> None:
+    files = Files(Path("/d/adapter"), "abc")
+    served = Served("ft:a", ModelSource(model="org/a"), None, files)
+    assert str(_refused(AnswerRefused(message=text, is_request=True), served)) == shown

@@ -32,6 +32,9 @@ _ROWS, _OTHER_ROWS = "dataset_id", "validation_dataset_id"
 _SEARCH = "hyperparam_search_config"
 _Field = tuple[str, Any, Any]
 """A field's name, the object or list that has its value, and the key or number of it there."""
+_DEEPEST = 16
+"""Parts of the path of a searched field: none lies deeper. Each value is put into as many objects, which took hours with
+a path of 200,000 parts."""
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 
 
@@ -240,7 +243,9 @@ def _searched(request: Json) -> list[_Field]:
         values = given.get("values") if isinstance(given, dict) else given
         if not isinstance(values, list) or (path == "finetuned_model" and request.get("model") is not None):
             continue
-        *above, key = str(path).split(".")
+        *above, key = str(path).split(".", _DEEPEST)
+        if len(above) == _DEEPEST:
+            continue  # the service refuses it
         for number, value in enumerate(values):
             holder: Json = {key: value}
             trial = holder

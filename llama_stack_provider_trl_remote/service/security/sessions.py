@@ -27,8 +27,9 @@ from .access import Caller
 log = logging.getLogger(__name__)
 LIFETIME = 12 * 3600.0
 """Seconds from a login to the next one."""
-_MOST = 1000
-"""Sessions at a time; one more ends the oldest."""
+_MOST, _MOST_OF_TOKEN = 1000, 100
+"""Sessions at a time, and those of a token; one more ends the oldest of all, or of that token: it cannot end those of
+others. A token's from before a restart do not count until they are used."""
 
 
 class KnownTokens(Protocol):
@@ -79,8 +80,10 @@ class Sessions:
             self._read()
             now = self._clock()
             kept = {key: session for key, session in self._sessions.items() if now < session.expires_at}
-            for key in sorted(kept, key=lambda key: kept[key].expires_at)[: max(0, len(kept) + 1 - _MOST)]:
-                del kept[key]
+            for most in (_MOST_OF_TOKEN, _MOST):
+                counted = [key for key in kept if most == _MOST or kept[key].digest == digest]
+                for key in sorted(counted, key=lambda key: kept[key].expires_at)[: max(0, len(counted) + 1 - most)]:
+                    del kept[key]
             self._sessions = {**kept, _hash(session_id): _Session(_proof(session_id, digest), now + LIFETIME, digest)}
         self._write()
         return session_id

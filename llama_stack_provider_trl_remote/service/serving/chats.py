@@ -297,8 +297,19 @@ def _several(request: ServeRequest, count: int) -> list[ServeRequest]:
 def _refused(message: AnswerRefused, served: Served) -> ChatRefused:
     text = message.message
     if served.adapter is not None:  # the process has a copy of it
-        text = re.sub(rf"[^\s']*{ADAPTERS}/{served.adapter.digest}", lambda _: served.name, text)
+        text = _without_copy(text, f"{ADAPTERS}/{served.adapter.digest}", served.name)
     return ChatRefused(text, 400 if message.is_request else 500)
+
+
+def _without_copy(text: str, copy: str, name: str) -> str:
+    """A text with a name in place of each path that ends with that of a copy. In time by its length: the chat template,
+    or the code of a model, has chosen the text."""
+
+    def named(word: re.Match[str]) -> str:
+        _, found, rest = word[0].rpartition(copy)
+        return name + rest if found else word[0]
+
+    return re.sub(r"[^\s']+", named, text)
 
 
 def _sent(event: Json) -> bytes:
