@@ -207,10 +207,8 @@ def retry_after(head: bytes, now: float) -> float:
         head: its status and headers.
         now: seconds since the epoch.
     """
-    found = re.search(rb"\r\nretry-after:[ \t]*([^\r\n]*?)[ \t]*(?:\r\n|$)", head, re.IGNORECASE)
-    if found is None:
-        return 0.0
-    text = found[1].decode("latin-1")
+    fields = (line.partition(b":") for line in head.split(b"\r\n")[1:])
+    text = next((value for name, _, value in fields if name.lower() == b"retry-after"), b"").decode("latin-1").strip()
     if re.fullmatch(r"[0-9]{1,18}", text):
         return float(text)
     try:

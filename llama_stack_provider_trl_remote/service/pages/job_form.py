@@ -195,7 +195,8 @@ def field_of(sentence: str) -> str:
     """The field of the form that a sentence on a request is about; empty: none. It begins with the path of the field,
     or has the name in it. A name of one word is also one of sentences."""
     path = _BEGINNING.match(sentence)
-    words = [*reversed(path[0].split(".") if path else ()), *re.findall(r"[a-z]+_[a-z_]+", sentence)]
+    named = (word.lstrip("_") for word in re.findall(r"[a-z_]+", sentence))
+    words = [*reversed(path[0].split(".") if path else ()), *(word for word in named if "_" in word)]
     return next((_FIELDS[word] for word in words if word in _FIELDS), "")
 
 

@@ -297,7 +297,9 @@ def _several(request: ServeRequest, count: int) -> list[ServeRequest]:
 def _refused(message: AnswerRefused, served: Served) -> ChatRefused:
     text = message.message
     if served.adapter is not None:  # the process has a copy of it
-        text = re.sub(rf"[^\s']*{ADAPTERS}/{served.adapter.digest}", lambda _: served.name, text)
+        copy = f"{ADAPTERS}/{served.adapter.digest}"
+        parts = re.split(r"([\s'])", text)
+        text = "".join(served.name + part.rpartition(copy)[2] if copy in part else part for part in parts)
     return ChatRefused(text, 400 if message.is_request else 500)
 
 
