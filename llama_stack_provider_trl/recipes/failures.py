@@ -19,7 +19,7 @@ from ..errors import InvalidRows, JobFailure, TrlError
 from ..specs.events import Failed, Reason
 
 _OUT_OF_MEMORY = re.compile(
-    r"can't allocate memory|out of memory|OUT_OF_MEMORY|cudaErrorMemoryAllocation|_STATUS_\w*ALLOC\w*_FAILED"
+    r"can't allocate memory|out of memory|OUT_OF_MEMORY|cudaErrorMemoryAllocation|_STATUS_\w{0,40}ALLOC\w{0,40}_FAILED"
     r"|Failed to (CUDA )?(host )?[mc]?alloc\b"
 )
 """As the CPU allocator, the CUDA driver, cuBLAS, cuDNN and NCCL report it. NCCL replaces the text of the driver."""
@@ -30,7 +30,7 @@ _HANDLE_BYTES = 256 << 20
 _SHARED_MEMORY_AT = Path("/dev/shm")
 _SHARED_MEMORY = re.compile(
     r"shared memory segment|failed to extend /dev/shm|posix_fallocate|out of shared memory"
-    r"|unable to \w+[^\n]*(</torch_|shared memory)"
+    r"|unable to \w{1,40}[^\n]{0,400}?(</torch_|shared memory)"
 )
 """As NCCL and torch's data loader report that shared memory could not be allocated."""
 _NCCL_SETUP = re.compile(
@@ -38,8 +38,8 @@ _NCCL_SETUP = re.compile(
     r"|no CUDA-capable device|invalid device ordinal|system not yet initialized|no kernel image"
 )
 """NCCL's errors about this machine. Its others may be the consequence of another rank's end."""
-_ASSERTION = re.compile(r"^.*\.cuh?:\d+: .*Assertion .* failed\.?$", re.MULTILINE)
-"""A line that a kernel writes to the process's error output before its call fails."""
+_ASSERTION = re.compile(r"\.cuh?:\d{1,9}: ")
+"""In the line that a kernel writes to the process's error output before its call fails."""
 _INDEX_ASSERTION = re.compile(r"index out of bounds|srcSelectDimSize|ind_dim_size|n_classes")
 """In that line: torch's kernels that read an embedding, gather a token's logit or compute a token's loss."""
 _NUMBERS_ASSERTION = "probability tensor contains either"
@@ -172,8 +172,11 @@ def _device_assertion(error: BaseException) -> str | None:
     """The assertion in a kernel by which a call on a GPU failed; empty: its line is not found; None: another error."""
     if not (isinstance(error, RuntimeError) and "device-side assert triggered" in str(error)):
         return None
-    found = _ASSERTION.findall(_error_output())
-    return found[-1].strip()[:400] if found else ""
+    for line in reversed(_error_output().split("\n")):
+        at = _ASSERTION.search(line)
+        if at and "Assertion " in line[at.end() :] and line.removesuffix(".").endswith(" failed"):
+            return line.strip()[:400]
+    return ""
 
 
 def _error_output() -> str:

@@ -23,7 +23,7 @@ from .forms import END_THINK, THINK, split_thought, without_thought
 from .marks import CLOSE, OPEN, common_prefix, visible
 from .places import find_content
 
-_EMPTY_THOUGHT = re.compile(r"\s*(<think>)?\s*</think>\n*")
+_EMPTY_THOUGHT = re.compile(r"\s*(<think>\s*)?</think>\n*")
 Span = tuple[int, int]
 """First and last character."""
 

@@ -33,7 +33,7 @@ _CARDS = ("README.md", ".huggingface.yaml", "dataset_infos.json")
 """Files by which a dataset describes its configurations and splits."""
 _MOST_FILES = 100_000
 _MOST_CARD = 16 << 20
-_TWICE = re.compile(r"Multiple matches for FieldRef\.Name\((.*?)\) in|Column\(/(.*?)\) was specified twice")
+_TWICE = re.compile(r"Multiple matches for FieldRef\.Name\((.{0,500}?)\) in|Column\(/(.{0,500}?)\) was specified twice")
 """What Arrow reports of a Parquet and of a JSON file."""
 _NUMBERED = re.compile(r"\.\d+$")
 _OWN_FIELDS = ("name", "version", "data_dir", "data_files", "description", "features")
