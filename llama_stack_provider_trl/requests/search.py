@@ -29,6 +29,9 @@ from .settings import Request
 FIELD = "hyperparam_search_config"
 METHODS = ("grid", "random", "bayesian")
 MOST_TRIALS = 256
+_MOST_TEXT = 16 << 20
+"""Characters of the requests of all trials, each of which is stored: a chat template of 200 kB took 100 MB of the job
+database with 256 trials."""
 _ETA = 3
 _OPTIONS = "provider_options."
 _FIXED = (
@@ -258,6 +261,7 @@ def resolve_search(request: Request, options: ProviderOptions) -> RequestedSearc
     body = request.model_dump(mode="json", exclude_unset=True, exclude={FIELD})
     given = options.model_dump(mode="json", exclude_unset=True)
     submitted = Submitted(call=type(request).__name__, body=body, options=given)
+    _refuse_large(submitted, config, values)
     drawn = _grid(values) if config.method == "grid" else random_draws(values, config.seed or 0)
     is_bayesian = config.method == "bayesian"
     first = min(config.trials or 0, config.parallel or 1) if is_bayesian else config.trials
@@ -266,6 +270,17 @@ def resolve_search(request: Request, options: ProviderOptions) -> RequestedSearc
         return RequestedSearch(config, trials)
     probes = tuple(Probe(path, make_trial(submitted, 0, one)) for path, one in _probed(values))
     return RequestedSearch(config, trials, probes, submitted)
+
+
+def _refuse_large(submitted: Submitted, config: SearchConfig, values: Mapping[str, list[Any] | RangeConfig]) -> None:
+    """Raises InvalidRequest: the trials repeat more text than a search may store."""
+    lists = [one for one in values.values() if isinstance(one, list)]
+    count = config.trials or math.prod(map(len, lists))
+    longest = sum(max(len(json.dumps(value)) for value in one) for one in lists)
+    size = len(json.dumps([submitted.body, submitted.options])) + longest
+    if size * count > _MOST_TEXT:
+        hint = f"each trial stores a request of {size} characters, and all {count} at most {_MOST_TEXT}"
+        raise InvalidRequest(f"{FIELD}.trials", count, f"{hint}: send fewer trials, or shorter texts")
 
 
 def in_trial(trial: RequestedTrial, error: InvalidRequest) -> InvalidRequest:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl.launch.base import TaskSpec, TaskState
+from llama_stack_provider_trl.errors import JobFailure, RowsRemoved
+from llama_stack_provider_trl.launch.base import Observation, TaskSpec, TaskState
+from llama_stack_provider_trl.specs.job import DatasetRef
 from llama_stack_provider_trl.specs.memory import PARTS, MemoryEstimate
 from llama_stack_provider_trl.system.process import machine_memory
 from llama_stack_provider_trl_remote.cli.terminal import preflight_lines
@@ -70,6 +72,22 @@ def test_a_preflight_whose_request_ends_while_it_is_started_is_ended_as_soon_as_
     (task,) = launcher.tasks.values()
     assert (launcher.started, task.seen.state) == ([task.spec.task_id], TaskState.exited)
     assert [*(tmp_path / "preflights").iterdir()] == []
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_preflight_whose_rows_were_deleted_meanwhile_is_to_be_sent_again(tmp_path: Path, is_there: bool) -> None:
+    class Failing(FakeLauncher):
+        def poll(self, task: TaskSpec) -> Observation:
+            return Observation(TaskState.exited, exit_code=1)
+
+    rows = tmp_path / "rows.jsonl"
+    if is_there:
+        rows.touch()
+    spec = job_spec(checkpoint_dir=tmp_path, dataset=DatasetRef(dataset_id="a", path=rows, sha256="0" * 64, num_rows=1))
+    preflights = Preflights(ServiceSettings(data_dir=tmp_path), Failing(), "cpu", 1)
+    preflights.prepare()
+    with pytest.raises(JobFailure if is_there else RowsRemoved):
+        asyncio.run(preflights.run(spec))
 
 
 @pytest.mark.parametrize(

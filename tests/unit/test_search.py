@@ -157,6 +157,15 @@ def test_an_option_that_does_not_exist_is_refused_by_name() -> None:
         trials_of({"method": "grid", "parameters": {"provider_options.dropout": [0.1]}})
 
 
+def test_the_trials_of_a_search_repeat_no_more_text_than_is_stored_for_it() -> None:
+    """200 kB with 256 trials took 100 MB of the job database, which no submit token can delete."""
+    search = {"method": "random", "trials": 256, "parameters": {LR: {"min": 1e-5, "max": 1e-3}}}
+    options = ProviderOptions(chat_template="{{ messages }}" * 9000)
+    with pytest.raises(InvalidRequest, match=r"trials=256 .*: each trial stores a request of 126\d\d\d characters"):
+        trials_of(search, options)
+    assert len(trials_of({**search, "trials": 100}, options)) == 100
+
+
 def test_a_search_does_not_begin_with_a_step_checkpoint_of_another_job() -> None:
     with pytest.raises(InvalidRequest, match=r"provider_options.resume_from='other' .*job:NAME/checkpoint-N"):
         trials_of(GRID, ProviderOptions(resume_from="other"))

@@ -33,8 +33,8 @@ _SEARCH = "hyperparam_search_config"
 _Field = tuple[str, Any, Any]
 """A field's name, the object or list that has its value, and the key or number of it there."""
 _DEEPEST = 16
-"""Parts of the path of a searched field: none lies deeper. Each value is put into as many objects, which took hours with
-a path of 200,000 parts."""
+"""Parts of the path of a searched field: none lies deeper. Each value is put into as many objects, which took hours
+with a path of 200,000 parts."""
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 
 

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from uuid import uuid4
 
-from llama_stack_provider_trl.errors import JobFailure
+from llama_stack_provider_trl.errors import JobFailure, RowsRemoved
 from llama_stack_provider_trl.jobs.inputs.row_parts import PlannedParts, with_stored_parts
 from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.launch.gpus import gpu_of
+from llama_stack_provider_trl.specs.bases import parts_of
 from llama_stack_provider_trl.specs.chat_templates import UNENDED
 from llama_stack_provider_trl.specs.events import Failed, Preflighted, Previewed, Reason, iter_events
-from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec
+from llama_stack_provider_trl.specs.job import AttemptSpec, DatasetRef, JobSpec
 from llama_stack_provider_trl.specs.preflight import PreflightSpec, PreviewSpec
 from llama_stack_provider_trl.system.cpu_timer import ENDED_BY
 from llama_stack_provider_trl.system.data_dir import DataDir
@@ -68,7 +69,7 @@ class Preflights:
         self, spec: JobSpec, requested: PreflightSpec, kind: type[Result], parts: Sequence[PlannedParts]
     ) -> Result:
         """Run a task for its result. Raises JobFailure: the job could not even begin, or the time is over; OSError: the
-        task cannot be started.
+        task cannot be started; RowsRemoved.
 
         Args:
             parts: of each dataset, which are copied into the directory of the task, and go with it.
@@ -84,6 +85,9 @@ class Preflights:
                 starting = asyncio.ensure_future(in_work_thread(self._start, task, spec, requested, parts))
                 await asyncio.shield(starting)
                 result = await self._end_of(task, requested, kind)
+        except JobFailure:
+            await in_work_thread(_require_rows, spec)
+            raise
         except TimeoutError as error:
             found = f"the preflight took more than {limit:.0f} s (preflight_timeout of the service)"
             raise JobFailure(Reason.timed_out, f"{found}; repeat it when the machine is less busy") from error
@@ -142,6 +146,13 @@ class Preflights:
         if task.run_dir.exists():
             self._launcher.cancel(task)  # has no effect on one that has exited
             shutil.rmtree(task.run_dir, ignore_errors=True)
+
+
+def _require_rows(spec: JobSpec) -> None:
+    """Raises RowsRemoved: a dataset was deleted meanwhile, so that nothing holds its rows."""
+    for _, rows in parts_of(spec, DatasetRef):
+        if rows.of_job is None and not rows.path.exists():
+            raise RowsRemoved(f"{rows.path} was removed while a preflight read it")
 
 
 def _result[Result: (Preflighted, Previewed)](
