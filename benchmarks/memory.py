@@ -162,7 +162,7 @@ def estimate_long_rows() -> None:
     from llama_stack_provider_trl.recipes.memory.nearest import Capacity
     from llama_stack_provider_trl.recipes.micro_steps import RowsOnDevice, fix_order
     from llama_stack_provider_trl.recipes.preflight import check
-    from llama_stack_provider_trl.specs.job import SftSpec
+    from llama_stack_provider_trl.specs.methods import SftSpec
 
     capacity = Capacity(GPU_BYTES)
     print("| tokens | in CPU memory | activations | estimate | fits | keeps attention | repeats |")
@@ -278,8 +278,8 @@ def prepare(folder: Path, case: Case) -> JobSpec:
         LoraSpec,
         OptimizerSpec,
         QatSpec,
-        SftSpec,
     )
+    from llama_stack_provider_trl.specs.methods import SftSpec
     from llama_stack_provider_trl.system.files import put_rows
 
     heads = case.shape.hidden // 64
@@ -322,7 +322,7 @@ def prepare(folder: Path, case: Case) -> JobSpec:
         gradient_accumulation_steps=case.accumulation,
         max_seq_length=case.tokens,
         save_steps=1,
-        dtype=case.dtype,  # type: ignore[arg-type]
+        dtype=case.dtype,
         gradient_checkpointing=case.checkpointing,
         checkpoint_every=case.every,
         packed=case.packed,
@@ -380,7 +380,7 @@ def measure(spec: Path) -> None:
         ended(self, *arguments, **named)
 
     JobCallback.on_train_begin = on_train_begin  # type: ignore[method-assign]
-    JobCallback.on_train_end = on_train_end  # type: ignore[method-assign]
+    JobCallback.on_train_end = on_train_end
     train_attempt(attempt, EventWriter(RunDir(attempt.run_dir).events))
     print(json.dumps({"baseline": baseline, "peak": peak(), **marks}), flush=True)
     os._exit(0)

@@ -45,7 +45,7 @@ def test_the_recipes_that_the_page_names_exist() -> None:
 
 def test_the_commands_of_the_page_are_ones_that_the_benchmark_takes() -> None:
     lines = [line.partition("#")[0] for line in "".join(blocks(PAGE, "bash")).splitlines() if "gpu.py" in line]
-    assert len(lines) == 5
+    assert len(lines) == 7
     for line in lines:
         _, _, *arguments = shlex.split(line)
         gpu.parse_options(arguments)
