@@ -87,9 +87,7 @@ def resolve_base_model(name: str, model: str | None, settings: Settings) -> str:
         if is_path and path.is_file():
             raise InvalidRequest(name, model, "this is a file: name the directory that has the model's config.json")
         if is_path:
-            hint = (
-                "there is no such directory on the machine that trains: correct the path, or name a model id (org/name)"
-            )
+            hint = "there is no such directory on the machine that trains: correct the path, or name a model id"
             raise InvalidRequest(name, model, hint)
         return model
     if not (path / "config.json").is_file():

@@ -1416,7 +1416,7 @@ def _misspelt(columns: frozenset[str], use: RowUse) -> str:
 
 
 _COMPARED = 100
-"""Columns, and characters of one, that are compared with known names: of more, the time would be the caller's to set."""
+"""Columns, and characters of one, that are compared with known names: a caller does not decide how long that takes."""
 
 _Seen = Counter[tuple[RowShape, frozenset[str]]]
 """Rows per shape and set of columns that have a value."""

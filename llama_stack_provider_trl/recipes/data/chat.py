@@ -376,7 +376,7 @@ class Chat:
             raise JobFailure(
                 Reason.invalid_dataset,
                 f"row {row}: the model's chat template writes no {what}, and the row has them. Train a model whose "
-                "template does, send one that does as the option chat_template (a Jinja text, or a name such as qwen3), "
+                "template does, send one that does as the option chat_template (its text, or a name such as qwen3), "
                 "correct it in the model's tokenizer files, or write them out as text in the messages",
             )
 
