@@ -432,7 +432,7 @@ def test_only_the_canonical_name_of_a_checkpoint_names_it() -> None:
 
 def test_a_file_is_no_model(settings: Settings, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").touch()
-    with pytest.raises(InvalidRequest, match="this is a file: name the directory that has the model's config.json"):
+    with pytest.raises(InvalidRequest, match="this is a file: name the directory that has the model's"):
         resolve_base_model("model", str(tmp_path / "rows.jsonl"), settings)
     with pytest.raises(InvalidRequest, match="no such directory on the machine that trains: correct the path"):
         resolve_base_model("model", str(tmp_path / "gone"), settings)
