@@ -63,7 +63,9 @@ def _chosen(answer: Any, name: str) -> str:
     for identifier in found:
         if identifier == name or identifier.endswith(f"-{name}"):
             return identifier
-    there = f"the job has {', '.join(found)}." if found else "the job has none."
+    there = f"the job has {', '.join(found)}" if found else "the job has none"
+    is_early = name in ("final", "merged") and not any(identifier.endswith("-final") for identifier in found)
+    there += f"; `{name}` is there once it has completed." if is_early else "."
     raise InvalidRequest("--checkpoint", name, there)
 
 

@@ -175,7 +175,8 @@ class FakeService:
             page = self.samples[offset : offset + limit]
             return web.json_response({"prompts": [[]], "data": page, "total": len(self.samples)})
         if parts[3:] == ["checkpoints"]:
-            found = [{"identifier": f"{parts[2]}-checkpoint-2"}, {"identifier": f"{parts[2]}-final"}]
+            kinds = ["checkpoint-2"] if parts[2] == "young" else ["checkpoint-2", "final"]
+            found = [{"identifier": f"{parts[2]}-{kind}"} for kind in kinds]
             return web.json_response({"data": found})
         if parts[3:4] == ["checkpoints"] and len(parts) == 5:
             files = [

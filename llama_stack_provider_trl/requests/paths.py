@@ -84,8 +84,11 @@ def resolve_base_model(name: str, model: str | None, settings: Settings) -> str:
             "checkpoint of a job of this service; or name a model id such as org/name",
         )
     if not path.is_dir():
+        if is_path and path.is_file():
+            raise InvalidRequest(name, model, "this is a file: name the directory that has the model's config.json")
         if is_path:
-            raise InvalidRequest(name, model, "there is no such directory on the machine that trains")
+            hint = "there is no such directory on the machine that trains: correct the path, or name a model id"
+            raise InvalidRequest(name, model, hint)
         return model
     if not (path / "config.json").is_file():
         if (path / "adapter_config.json").is_file():

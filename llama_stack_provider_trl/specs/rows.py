@@ -10,6 +10,7 @@ The accepted shapes are the table `ROW_SHAPES`; a test compares docs/reference/d
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import re
@@ -1336,6 +1337,8 @@ def _no_shape(row: Mapping[str, Any], columns: frozenset[str], use: RowUse) -> s
     title = "prompts" if use == "prompts" else METHODS[use].title
     hint = _list_within(row, use) or ("" if use == "prompts" else _other_use(columns, use))
     hint = hint or _misspelt(columns, use) or _lacking(columns, use)
+    if not hint and columns and use != "prompts":
+        hint = ". Rename them, or tell a training what they are by the option `columns`"
     return f"found the columns {found or 'of an empty object'}, expected for {title} one of: {expected}{hint}"
 
 
@@ -1398,11 +1401,22 @@ def _misspelt(columns: frozenset[str], use: RowUse) -> str:
                 return f". The cells are separated by {separator!r}: separate them by ','"
     meant = {column: re.sub(r"[\s-]+", "_", column.strip().lower()) for column in columns}
     shape = _choose(frozenset(meant.values()), use, None)
+    if shape is None and len(columns) <= _COMPARED:
+        known = {column for shape in ROW_SHAPES if shape.use == _rows_of(use) for column in shape.columns} - columns
+        meant |= {
+            column: near
+            for column in columns - COLUMNS
+            for near in difflib.get_close_matches(meant[column][:_COMPARED], sorted(known), 1, 0.8)
+        }
+        shape = _choose(frozenset(meant.values()), use, None)
     if shape is None:
         return ""
     renamed = [f"{column!r} to {name}" for column, name in meant.items() if name != column and name in shape.columns]
     return f". Rename {', '.join(sorted(renamed))}"
 
+
+_COMPARED = 100
+"""Columns, and characters of one, that are compared with known names: a caller does not decide how long that takes."""
 
 _Seen = Counter[tuple[RowShape, frozenset[str]]]
 """Rows per shape and set of columns that have a value."""

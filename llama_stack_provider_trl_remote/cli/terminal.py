@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import sys
@@ -17,6 +18,7 @@ from llama_stack_provider_trl.system.console import lines_of, show_json, show_li
 from llama_stack_provider_trl.system.texts import counted
 
 _BAR, _SHORTEST_BAR = 24, 5
+_MEMORY = re.compile(r"memory_bytes(_rank_\d+)?$")
 _NARROWEST = 8
 """Characters that a cell of a table keeps, however narrow the terminal is."""
 
@@ -121,6 +123,7 @@ def status_lines(status: dict[str, Any], points: Sequence[dict[str, Any]] = (), 
         ("job", job),
         ("state", f"{state}{f', attempt {found["attempt"]}' if found.get('attempt') else ''}{where}"),
         ("reason", f"{error['reason']}: {error['message']}" if error else reason),
+        *(("earlier", failure) for failure in _earlier_failures(found)),
         *(
             ("after", f"{one['job_uuid']} ({state_word(one['state'] or 'deleted')})")
             for one in found.get("after") or ()
@@ -143,6 +146,14 @@ def status_lines(status: dict[str, Any], points: Sequence[dict[str, Any]] = (), 
         *(("next", f"trl-remote {command}") for command in _next_commands(status, effective)),
     ]
     return _beside_names([fact for fact in facts if fact[1]])
+
+
+def _earlier_failures(found: Mapping[str, Any]) -> Iterable[str]:
+    """Why earlier attempts of a job ended, unless the job itself failed, which has the reason of the last one."""
+    for attempt in () if found.get("error") else found.get("attempts") or ():
+        if attempt["reason"]:
+            message = next(iter(lines_of(attempt["message"] or "")), "")
+            yield f"attempt {attempt['attempt']} ended at step {attempt['step']}: {attempt['reason']}: {message}"
 
 
 def _beside_names(facts: Sequence[tuple[str, str]]) -> list[str]:
@@ -245,7 +256,7 @@ def measures_of(result: Mapping[str, Any], above: str = "") -> list[str]:
             found += measures_of(value, f"{above}{name}.")
         elif isinstance(value, int | float) and not isinstance(value, bool):
             number = f"{value:.6g}" if isinstance(value, float) else str(value)
-            found.append(f"{above}{name} {gib(value) if name.endswith('memory_bytes') else number}")
+            found.append(f"{above}{name} {gib(value) if _MEMORY.search(name) else number}")
     return found
 
 

@@ -108,7 +108,7 @@ def test_what_goes_wrong_with_an_answer_is_a_reward_of_0(graders: Any, grader: A
     [
         ({**SCORE, "input": []}, "at least 1 item"),
         ({**SCORE, "model": "ft:gone"}, "gone"),
-        ({**SCORE, "model": "/gone"}, "there is no such directory on the machine that trains; names of openai.models"),
+        ({**SCORE, "model": "/gone"}, "or name a model id; names of openai.models"),
         (
             {"type": "multi", "name": "m", "graders": {"a": {**SCORE, "model": "/gone"}}, "calculate_output": "a"},
             "a.model",

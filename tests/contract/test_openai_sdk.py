@@ -318,6 +318,11 @@ def test_what_cannot_be_honoured_is_refused_by_its_field(client: OpenAI) -> None
         (_with_format({"type": "json_object"}), "method.reinforcement.response_format", "response_format"),
         (_reinforcement({**SAME, "input": "{{sample.output_tools}}"}), "method.reinforcement.grader", "calls of tools"),
         ({"suffix": "a b"}, "suffix", "suffix"),
+        (
+            {"hyperparameters": {"n_epochs": "three"}},
+            "hyperparameters.n_epochs",
+            "hyperparameters.n_epochs='three' is not supported: Input should be a valid integer or 'auto'",
+        ),
         ({"integrations": [{"type": "wandb", "wandb": {"project": "p"}}]}, "integrations", "trackers"),
         ({"extra_body": {"price": 1}}, "price", "price"),
     ):

@@ -17,6 +17,7 @@ from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.jobs.supervision.step_checkpoints import delete_superfluous
 from llama_stack_provider_trl.requests.bases import model_of, served_job_of
 from llama_stack_provider_trl.requests.options import ProviderOptions
+from llama_stack_provider_trl.requests.paths import resolve_base_model
 from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.bases import BaseJob
@@ -427,3 +428,11 @@ def test_only_the_canonical_name_of_a_checkpoint_names_it() -> None:
     assert served_job_of("model", f"{named}005") == ("ckpt-step-005", "job:ckpt-step-005")  # a name that no job has
     with pytest.raises(InvalidRequest):
         served_job_of("model", f"{named}\u0665")
+
+
+def test_a_file_is_no_model(settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").touch()
+    with pytest.raises(InvalidRequest, match="this is a file: name the directory that has the model's"):
+        resolve_base_model("model", str(tmp_path / "rows.jsonl"), settings)
+    with pytest.raises(InvalidRequest, match="no such directory on the machine that trains: correct the path"):
+        resolve_base_model("model", str(tmp_path / "gone"), settings)

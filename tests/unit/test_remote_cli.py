@@ -341,10 +341,11 @@ def test_jobs_are_listed_by_a_column_as_a_table(run: Run, service: FakeService) 
 SHOWN = """\
 job         dpo-1
 state       running, attempt 2 on cuda:0
+earlier     attempt 1 ended at step 5: rank_failed: killed by SIGKILL.
 log         /runs/dpo-1/rank-0.log
 progress    [########                ]  34% step 12/35  1:05 left
 train       step 12: loss 2.31, rewards/margins 0.125, peak_memory_bytes 3.00
-            GiB
+            GiB, memory_bytes_rank_1 2.00 GiB
 validation  step 12: eval_loss 2.5
 warning     the loss has not fallen in 100 steps: try a higher learning rate, or
             look at the rows in trl-remote datasets preview
@@ -377,12 +378,19 @@ def test_a_job_is_shown_as_facts_that_fit_into_a_terminal(
     }
     warning = "the loss has not fallen in 100 steps: try a higher learning rate, or look at the rows in trl-remote"
     resources = {"attempt": 2, "device": "cuda:0", "created_by": "ada", "log_path": "/runs/dpo-1/rank-0.log"}
+    failed = {"attempt": 1, "step": 5, "reason": "rank_failed", "message": "killed by SIGKILL.\nIts log:\n{}"}
+    resources["attempts"] = [failed, {"attempt": 2, "step": 12, "reason": None, "message": None}]
     resources |= {"warnings": [f"{warning} datasets preview"], "effective_config": config}
     found = status("dpo-1", "in_progress", progress=progressed, **resources)
     found["checkpoints"] = [{"identifier": "dpo-1-checkpoint-5", "path": path, "training_metrics": losses}]
     service.jobs["dpo-1"] = [found]
     measured = {
-        "train": {"loss": 2.31, "rewards/margins": 0.125, "peak_memory_bytes": 3.0 * 2**30},
+        "train": {
+            "loss": 2.31,
+            "rewards/margins": 0.125,
+            "peak_memory_bytes": 3.0 * 2**30,
+            "memory_bytes_rank_1": 2**31,
+        },
         "validation": {"eval_loss": 2.5},
     }
     service.points = [{"kind": kind, "step": 12, "metrics": metrics} for kind, metrics in measured.items()]
@@ -732,7 +740,9 @@ def test_pull_touches_nothing_that_exists_and_lists_what_there_is(
     assert exit_status == 1
     assert "it exists already" in errors
     _, _, errors = run("jobs", "pull", "job", tmp_path / "model", "--checkpoint", "merged")
-    assert "the job has job-checkpoint-2, job-final" in errors
+    assert "the job has job-checkpoint-2, job-final." in errors
+    _, _, errors = run("jobs", "pull", "young", tmp_path / "model")
+    assert "the job has young-checkpoint-2; `final` is there once it has completed." in errors
     (tmp_path / "file").touch()
     for place, problem in (
         (tmp_path / "file" / "model", "not a directory"),

@@ -376,8 +376,8 @@ class Chat:
             raise JobFailure(
                 Reason.invalid_dataset,
                 f"row {row}: the model's chat template writes no {what}, and the messages come with them. Name a model "
-                "whose template does, correct the template in the model's tokenizer files, or write them out as text "
-                "in the messages",
+                "whose template does, send one that does as the option chat_template (its text, or a name such as "
+                "qwen3), correct it in the model's tokenizer files, or write them out as text in the messages",
             )
 
     def unwritten_turns(self, messages: Sequence[Message], text: str, add_generation_prompt: bool) -> list[int]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sqlite3
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -233,7 +234,7 @@ def _short(request: Request, error: Exception, shortage: Shortage) -> Response:
 async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     body = getattr(request.scope.get("route"), "body_field", None)  # None of a form
-    return answer(400, sentence(error.errors()[0], body and body.field_info.annotation))
+    return answer(400, sentence(_of_every_kind(error.errors()), body and body.field_info.annotation))
 
 
 async def _http(request: Request, error: Exception) -> Response:
@@ -271,6 +272,20 @@ async def _other(request: Request, error: Exception) -> Response:
         return _short(request, error, trouble)
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return answer(500, "this is a bug of the service: report it with the service's log")
+
+
+_KIND = re.compile(r"constrained-|literal\[")
+"""What pydantic puts behind the name of a field that takes values of several kinds, such as `constrained-int`."""
+
+
+def _of_every_kind(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The first error; of a field that takes values of several kinds, with what each of them expects."""
+    *path, kind = errors[0]["loc"]
+    if not _KIND.match(str(kind)):
+        return errors[0]
+    first, *others = (str(error["msg"]) for error in errors if list(error["loc"][:-1]) == path)
+    expected = " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
+    return {**errors[0], "loc": tuple(path), "msg": expected}
 
 
 def sentence(found: Mapping[str, Any], body: Any = None) -> str:
