@@ -38,7 +38,7 @@ pytestmark = pytest.mark.contract
 
 NODES = {"own": "itself", "task": "with a current task"}
 """Mark in the documented table -> what the document requires of a node."""
-ROLES = ("metrics", "submit", "node", "admin")
+ROLES = ("metrics", "read", "submit", "node", "admin")
 FORM = ("control character", "Invalid HTTP request", "dot segment")
 """The message of a 400 that was decided on the form of the request alone, before its caller and its handler."""
 
@@ -211,7 +211,7 @@ def roles_of(marks: dict[str, str]) -> frozenset[str]:
     """Of a row; a route that anyone may call declares none."""
     if marks["no token"] == "yes":
         return frozenset()
-    also = {"metrics"} if "metrics" in marks["submit"] else set()
+    also = {"metrics"} if "metrics" in marks["read"] else set()
     return frozenset(role for role in ROLES if marks.get(role, "-") != "-") | also
 
 

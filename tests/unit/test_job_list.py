@@ -184,7 +184,7 @@ def test_what_runs_stands_before_the_cut_of_each_opened_family_and_the_cut_is_na
     query = list_view.Query(opened=("a",))
     shown = list_pages._values(StoredPages(store), store, query)  # type: ignore[arg-type]
     assert dict(shown["followed"])["a"] == "1-1", "its events are followed from what the row shows of them"
-    around = {"asset": str, "caller": Caller(None), "navigation": [], "form_token": "", "is_admin": False}
+    around = {"asset": str, "caller": Caller(None), "navigation": [], "form_token": "", "allowed": ()}
     text = rendering._environment().get_template("jobs.html").render(**shown, **around)
     assert text.count('<a class="cut" href="/?flat=yes&amp;open=a">1 of 2 are shown</a>') == 1
 
