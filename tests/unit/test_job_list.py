@@ -211,7 +211,7 @@ def test_all_families_of_a_page_have_a_bound_together_and_each_names_its_cut(
 def test_the_page_is_read_and_rendered_beside_the_event_loop(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
     monkeypatch.setattr(list_pages, "page", lambda *given, **values: threads.append(threading.get_ident()))
-    asyncio.run(list_pages.jobs_page(None, StoredPages(store), store, Caller(None)))  # type: ignore[arg-type]
+    asyncio.run(list_pages.jobs_page(None, StoredPages(store), store))  # type: ignore[arg-type]
     assert len(threads) == 1
     assert threads != [threading.get_ident()]
 

@@ -57,9 +57,7 @@ async def job_page(request: Request, jobs: StoredJobsDep, store: StoreDep, job_u
     requested = await asyncio.to_thread(read_request, store, job_uuid)
     eval_loss = await asyncio.to_thread(last_eval_loss, store, job_uuid)
     # In a thread: it writes YAML, which takes time.
-    values = await asyncio.to_thread(
-        job_view.values, status, warnings, exports, files, url, requested, eval_loss
-    )
+    values = await asyncio.to_thread(job_view.values, status, warnings, exports, files, url, requested, eval_loss)
     chosen, default = grouped(job_view.settings_of(status.resources_allocated["effective_config"]))
     values["detail"] = job_view.linked(detail)
     return page(request, "job.html", log=log, settings=chosen, defaults=default, **values)
