@@ -378,7 +378,7 @@ def calls_of(app: FastAPI, caller: Caller) -> frozenset[str]:
         f"{method} {route.path}"
         for route in app.routes
         if isinstance(route, GuardedRoute) and (caller.role in route.access.roles or not route.access.roles)
-        for method in route.methods
+        for method in route.methods or ()
     )
 
 
