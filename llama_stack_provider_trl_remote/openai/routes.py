@@ -17,7 +17,16 @@ from ..service.http.declared_routes import Routes
 from ..service.http.errors import OPENAI_FORM, OpenAIRefused, declared
 from ..service.routes.files import RangeHeader, file_answers, file_response
 from ..service.routes.openai import OpenAIRoute
-from ..service.security.access import ADMINS, BODY, USERS, USERS_JOB, USERS_PART, USERS_UPLOAD, CurrentCaller
+from ..service.security.access import (
+    ADMINS,
+    BODY,
+    READERS,
+    USERS,
+    USERS_JOB,
+    USERS_PART,
+    USERS_UPLOAD,
+    CurrentCaller,
+)
 from ..service.serving.openai import model_list
 from .bodies import CompleteUpload, CreateFineTuningJob, CreatePermissions, CreateUpload
 from .files import OpenAIFiles, OpenAIUploads
@@ -114,7 +123,7 @@ async def upload_file(calls: OpenAICallsDep, caller: CurrentCaller, request: Req
     return JSONResponse(await calls.files.upload(form, request.stream(), request.scope[BODY].announced, caller.name))
 
 
-@router.get("/files", dependencies=[USERS, LISTS], responses=_declared(404))
+@router.get("/files", dependencies=[READERS, LISTS], responses=_declared(404))
 async def list_files(
     calls: OpenAICallsDep,
     after: After = None,
@@ -129,7 +138,7 @@ async def list_files(
     return _list(rows, has_more)
 
 
-@router.get("/files/{file_id}", dependencies=[USERS], responses=_declared(404))
+@router.get("/files/{file_id}", dependencies=[READERS], responses=_declared(404))
 async def get_file(calls: OpenAICallsDep, file_id: FileId) -> Response:
     """One file, without its content."""
     return JSONResponse(await asyncio.to_thread(calls.files.get, file_id))
@@ -137,7 +146,7 @@ async def get_file(calls: OpenAICallsDep, file_id: FileId) -> Response:
 
 @router.get(
     "/files/{file_id}/content",
-    dependencies=[USERS],
+    dependencies=[READERS],
     response_class=Response,
     responses={**_declared(404, 416), **file_answers()},
 )
@@ -206,7 +215,7 @@ async def create_job(
     return _job(store, name)
 
 
-@router.get("/fine_tuning/jobs", dependencies=[USERS, LISTS], responses=_declared(404))
+@router.get("/fine_tuning/jobs", dependencies=[READERS, LISTS], responses=_declared(404))
 async def list_fine_tuning_jobs(
     store: StoreDep,
     request: Request,
@@ -223,7 +232,7 @@ async def list_fine_tuning_jobs(
     return _list(rows, has_more)
 
 
-@router.get("/fine_tuning/jobs/{job_id}", dependencies=[USERS], responses=_declared(404))
+@router.get("/fine_tuning/jobs/{job_id}", dependencies=[READERS], responses=_declared(404))
 async def get_fine_tuning_job(found: FoundJob) -> Response:
     """One fine-tuning job."""
     return JSONResponse(job_object(*found))
@@ -254,7 +263,7 @@ async def resume_fine_tuning_job(found: FoundJob, store: StoreDep, jobs: StoredJ
     return _job(store, found[0].job_uuid)
 
 
-@router.get("/fine_tuning/jobs/{job_id}/events", dependencies=[USERS, LISTS], responses=_declared(404))
+@router.get("/fine_tuning/jobs/{job_id}/events", dependencies=[READERS, LISTS], responses=_declared(404))
 async def list_fine_tuning_events(
     store: StoreDep,
     found: FoundJob,
@@ -265,7 +274,7 @@ async def list_fine_tuning_events(
     return _list(*await asyncio.to_thread(event_page, store, *found, after, limit))
 
 
-@router.get("/fine_tuning/jobs/{job_id}/checkpoints", dependencies=[USERS, LISTS], responses=_declared(404))
+@router.get("/fine_tuning/jobs/{job_id}/checkpoints", dependencies=[READERS, LISTS], responses=_declared(404))
 async def list_fine_tuning_checkpoints(
     store: StoreDep,
     found: FoundJob,
@@ -276,7 +285,9 @@ async def list_fine_tuning_checkpoints(
     return _list(*await asyncio.to_thread(checkpoint_page, store, *found, after, limit))
 
 
-@router.get("/fine_tuning/checkpoints/{model:path}/permissions", dependencies=[USERS, LISTS], responses=_declared(404))
+@router.get(
+    "/fine_tuning/checkpoints/{model:path}/permissions", dependencies=[READERS, LISTS], responses=_declared(404)
+)
 async def list_permissions(
     calls: OpenAICallsDep,
     model: Tuned,
@@ -324,13 +335,13 @@ async def delete_permission(
     )
 
 
-@router.get("/models", dependencies=[USERS], responses=_declared())
+@router.get("/models", dependencies=[READERS], responses=_declared())
 async def models(calls: OpenAICallsDep) -> Response:
     """The results of completed jobs, and the models that jobs here were trained from."""
     return JSONResponse(model_list(await asyncio.to_thread(calls.models.all)))
 
 
-@router.get("/models/{model:path}", dependencies=[USERS], responses=_declared(404))
+@router.get("/models/{model:path}", dependencies=[READERS], responses=_declared(404))
 async def model(calls: OpenAICallsDep, model: Annotated[str, Path(description="As in the list")]) -> Response:
     """One entry of the list of models."""
     return JSONResponse(await asyncio.to_thread(calls.models.get, model))

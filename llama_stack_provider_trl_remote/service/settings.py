@@ -149,8 +149,8 @@ class Token(_Block):
     token: SecretStr = Field(min_length=1)
     """Sent as `Authorization: Bearer TOKEN`."""
     role: Role = "submit"
-    """submit: everything but deleting jobs and what nodes do. node: what agents do. metrics: `GET /metrics`.
-    admin: everything."""
+    """submit: everything but deleting jobs and what nodes do. read: what submit sees, and no change. node: what agents
+    do. metrics: `GET /metrics`. admin: everything."""
     name: str | None = Field(None, pattern=NAME)
     """Its name in the audit log and as `created_by` of jobs; null: `configured-` and its number in the list."""
     max_queued_jobs: int | None = Field(None, gt=0)

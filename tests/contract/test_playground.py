@@ -364,7 +364,7 @@ def test_no_vote_that_was_answered_is_lost_when_the_service_is_killed(tmp_path: 
 
 
 def test_a_caller_without_the_role_neither_asks_nor_votes(service: Guarded) -> None:
-    for role in ("node", "metrics"):
+    for role in ("node", "metrics", "read"):
         headers = {"Authorization": f"Bearer {TOKENS[role]}", "Origin": service.url}
         for path in ("answers", "votes"):
             answer = requests.post(f"{service.url}/playground/{path}", {"x": "y"}, headers=headers, timeout=30)

@@ -28,6 +28,7 @@ TOKENS = {
     "submit": "token-of-a-client",
     "node": "token-to-join-with",
     "metrics": "token-to-scrape",
+    "read": "token-of-a-reader",
 }
 ROWS_DIGEST = hashlib.sha256(ndjson(QUESTIONS)).hexdigest()
 NODE, OTHER_NODE = "mine", "other"
@@ -39,23 +40,23 @@ KNOWN = {
 }
 """Path parameter -> a value that the service knows."""
 USERS = frozenset({"submit", "admin"})
+READERS = USERS | {"read"}
 HIDDEN = {
-    **dict.fromkeys([("GET", "/openapi.json"), ("GET", "/docs")], USERS),
-    ("GET", "/metrics"): USERS | {"metrics"},
+    **dict.fromkeys([("GET", "/openapi.json"), ("GET", "/docs")], READERS),
+    ("GET", "/metrics"): READERS | {"metrics"},
     **dict.fromkeys([("GET", "/login"), ("POST", "/login"), ("GET", "/static/{name}")], frozenset[str]()),
-    **dict.fromkeys([("GET", "/"), ("GET", "/jobs/{job_uuid}"), ("POST", "/logout")], USERS),
+    **dict.fromkeys([("GET", "/"), ("GET", "/jobs/{job_uuid}"), ("POST", "/logout")], READERS),
     **dict.fromkeys(
         [("GET", f"/jobs/{{job_uuid}}/{name}") for name in ("logs", "samples", "trials", "checkpoints/{identifier}")],
-        USERS,
+        READERS,
     ),
     **dict.fromkeys([("POST", f"/jobs/{{job_uuid}}/{name}") for name in ("cancel", "pause", "resume")], USERS),
-    **dict.fromkeys([("GET", "/data"), ("GET", "/answers"), ("GET", "/compare"), ("GET", "/new")], USERS),
-    **dict.fromkeys([("GET", f"/data/{name}") for name in ("rows", "tokens")], USERS),
+    **dict.fromkeys([("GET", f"/{name}") for name in ("data", "data/rows", "answers", "compare", "nodes")], READERS),
+    **dict.fromkeys([("GET", "/new"), ("GET", "/data/tokens")], USERS),
     **dict.fromkeys([("POST", f"/data/{name}") for name in ("tokens", "delete", "upload")], USERS),
     **dict.fromkeys([("POST", "/new"), ("POST", "/new/check")], USERS),
     **dict.fromkeys([("GET", f"/playground{path}") for path in ("", "/prompt", "/votes")], USERS),
     **dict.fromkeys([("POST", f"/playground/{name}") for name in ("answers", "votes")], USERS),
-    ("GET", "/nodes"): USERS,  # beside /v1/nodes, which answers with JSON
     **dict.fromkeys([("POST", "/jobs/{job_uuid}/delete"), ("POST", "/nodes/{name}/{action}")], frozenset({"admin"})),
 }
 """Routes that the document leaves out: pages and their forms. -> their roles"""
@@ -78,7 +79,7 @@ class Guarded(TrainingService):
     """A service with tokens; its own session has the admin's."""
 
     def __init__(self, root: Path, **settings: Any) -> None:
-        tokens = [{"token": TOKENS[role], "role": role} for role in ("submit", "node", "metrics")]
+        tokens = [{"token": TOKENS[role], "role": role} for role in TOKENS if role != "admin"]
         models = {"known": {"model": sft("known", "questions")["model"]}}
         settings = {"openai": {"models": models}, **settings}
         super().__init__(root, **{"api_token": TOKENS["admin"], "tokens": tokens, **settings})

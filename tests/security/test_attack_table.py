@@ -38,7 +38,7 @@ pytestmark = pytest.mark.contract
 
 NODES = {"own": "itself", "task": "with a current task"}
 """Mark in the documented table -> what the document requires of a node."""
-ROLES = ("metrics", "submit", "node", "admin")
+ROLES = ("metrics", "read", "submit", "node", "admin")
 FORM = ("control character", "Invalid HTTP request", "dot segment")
 """The message of a 400 that was decided on the form of the request alone, before its caller and its handler."""
 
@@ -183,15 +183,25 @@ def test_no_caller_gets_past_the_roles_of_a_route_however_its_path_is_written(
     assert tried > 20 * sum(not route.is_twin for route in routes)
     assert service.contents() == before
 
+    reader, *others = sorted(callers(service), key=lambda caller: caller.role != "read")
+    blocked = blocked_calls(raw, routes, [reader])
+    assert service.contents() == before, "a caller that only reads has changed something"
+    blocked += blocked_calls(raw, routes, others)
+    assert not blocked, "\n".join(blocked)
+
+
+def blocked_calls(raw: Raw, routes: list[Route], callers: list[CallerCase]) -> list[str]:
+    """The calls that these callers may make, and do not get through with."""
     blocked = []
     for route in ordered(routes):
-        for caller in callers(service):
+        for caller in callers:
             if not may(caller, route):
                 continue
-            answer = send(raw, route, caller, route.method, PATHS["plain"](filled(route.path)))
+            query = f"?{QUERIES[route.call]}" if route.call in QUERIES else ""
+            answer = send(raw, route, caller, route.method, PATHS["plain"](filled(route.path)) + query)
             if answer.status in (401, 403, 405) or answer.status >= 500 or is_unrouted(answer):
                 blocked.append(f"{route.call} as {caller.name}: {shown(answer)}")
-    assert not blocked, "\n".join(blocked)
+    return blocked
 
 
 def test_a_caller_with_access_to_a_route_finds_no_error_of_the_service_behind_another_way_to_write_it(
@@ -211,7 +221,7 @@ def roles_of(marks: dict[str, str]) -> frozenset[str]:
     """Of a row; a route that anyone may call declares none."""
     if marks["no token"] == "yes":
         return frozenset()
-    also = {"metrics"} if "metrics" in marks["submit"] else set()
+    also = {"metrics"} if "metrics" in marks["read"] else set()
     return frozenset(role for role in ROLES if marks.get(role, "-") != "-") | also
 
 

@@ -171,6 +171,32 @@ def test_what_a_role_may_not_do_is_not_shown_and_refused(submit: Browser, servic
     assert "/jobs/waiting/cancel" in submit.get("/jobs/waiting").text
 
 
+def test_a_session_of_the_role_read_sees_the_pages_without_what_changes_something_and_is_refused_it(
+    browser: Browser, service: Guarded
+) -> None:
+    assert browser.login("read").status_code == 303
+    links = set()
+    for path in (*PAGES[:-1], "/data", "/data/rows?dataset=questions", "/compare?job=ended", "/answers", "/docs"):
+        answer = browser.get(path)
+        assert (path, answer.status_code) == (path, 200)
+        assert set(re.findall(r'<form method="post" action="([^"]+)', answer.text)) == {"/logout"}, path
+        assert not re.search(r'data-act="|id="upload"', answer.text), path
+        links |= set(re.findall(r'href="(/[^"?#]*)', answer.text))
+    assert {"/compare", "/data", "/nodes", "/docs"} <= links
+    assert not links & {"/new", "/playground", "/data/tokens"}
+    before, token = service.contents(), browser.form_token()
+    sentence = "needs a token with the role submit or admin, yours has the role read"
+    for path in ("/new", "/playground", "/playground/votes", "/playground/prompt", "/data/tokens"):
+        answer = browser.get(path)
+        assert (path, answer.status_code, sentence in answer.text) == (path, 403, True)
+    for path in FORMS[1:]:
+        answer = browser.send(path, form_token=token)
+        assert (path, answer.status_code, "yours has the role read" in answer.text) == (path, 403, True)
+    assert service.contents() == before
+    assert browser.send("/logout", form_token=token).status_code == 303
+    assert browser.get("/").status_code == 401
+
+
 def test_pause_resume_and_cancel_work_as_forms_and_are_recorded_under_the_name_of_the_token(
     admin: Browser, service: Guarded
 ) -> None:

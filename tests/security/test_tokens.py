@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -14,11 +16,14 @@ from typing import Any
 import pytest
 import requests
 
-from llama_stack_provider_trl.errors import LimitReached
+from llama_stack_provider_trl.errors import LimitReached, ServiceRefusal
 from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.jobs.store.tokens import PREFIX, TokenLimits, TokenRecord, Tokens, digest
 from llama_stack_provider_trl.system.process import FileLock
+from llama_stack_provider_trl_remote.adapter import TrlRemotePostTraining
+from llama_stack_provider_trl_remote.cli.main import main
+from llama_stack_provider_trl_remote.config import TrlRemoteConfig
 from llama_stack_provider_trl_remote.service.http.errors import Conflict, NotFound
 from llama_stack_provider_trl_remote.service.security.access import Caller, Refused
 from llama_stack_provider_trl_remote.service.security.auth import AnyOf, ConfiguredTokens
@@ -262,6 +267,30 @@ def test_a_created_token_opens_what_its_role_may_until_it_is_revoked(service: Tr
     assert service.delete("/tokens/laptop").status_code == 204
     assert "expired or was revoked" in refusal(service.get(JOBS, headers=mine), 401)
     assert "there is no token 'laptop'" in refusal(service.delete("/tokens/laptop"), 404)
+
+
+@contract
+def test_a_token_of_the_role_read_sees_jobs_by_every_client_and_changes_none(
+    service: TrainingService, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sentence = "this call needs a token with the role submit or admin, yours has the role read"
+    monkeypatch.setenv("TRL_SERVICE_URL", service.url)
+    monkeypatch.setenv("TRL_SERVICE_TOKEN", OPERATOR)
+    assert main(["tokens", "create", "dana", "--role", "read", "--json"]) == 0
+    created_row = json.loads(capsys.readouterr().out)
+    assert created_row["role"] == "read"
+    monkeypatch.setenv("TRL_SERVICE_TOKEN", created_row["token"])
+    assert main(["jobs", "show", "blocker"]) == 0
+    assert main(["jobs", "cancel", "blocker"]) == 1
+    assert sentence in capsys.readouterr().err
+
+    adapter = TrlRemotePostTraining(TrlRemoteConfig(url=service.url, api_token=created_row["token"]), {})
+    assert "blocker" in [job.job_uuid for job in asyncio.run(adapter.get_training_jobs()).data]
+    assert asyncio.run(adapter.get_training_job_status("blocker")).job_uuid == "blocker"
+    with pytest.raises(ServiceRefusal, match=sentence):
+        asyncio.run(adapter.cancel_training_job("blocker"))
+    assert service.state("blocker") == "launching"
+    assert service.delete("/tokens/dana").status_code == 204
 
 
 @contract

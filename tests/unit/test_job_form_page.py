@@ -69,10 +69,9 @@ def test_requests_are_written_beside_the_event_loop(monkeypatch: pytest.MonkeyPa
         names=list,
         queue_page=lambda *_, **__: ([], None),
         status=nothing,
-        role="submit",
     )
     asyncio.run(new_job_pages.FormParts(some, some, some, some).page({"model": "m"}))
-    asyncio.run(job_pages.job_page(some, some, some, some, "a"))
+    asyncio.run(job_pages.job_page(some, some, some, "a"))
     assert len(threads) == 2
     assert threading.get_ident() not in threads
 

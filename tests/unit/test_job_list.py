@@ -184,7 +184,7 @@ def test_what_runs_stands_before_the_cut_of_each_opened_family_and_the_cut_is_na
     query = list_view.Query(opened=("a",))
     shown = list_pages._values(StoredPages(store), store, query)  # type: ignore[arg-type]
     assert dict(shown["followed"])["a"] == "1-1", "its events are followed from what the row shows of them"
-    around = {"asset": str, "caller": Caller(None), "navigation": [], "form_token": "", "is_admin": False}
+    around = {"asset": str, "caller": Caller(None), "navigation": [], "form_token": "", "allowed": ()}
     text = rendering._environment().get_template("jobs.html").render(**shown, **around)
     assert text.count('<a class="cut" href="/?flat=yes&amp;open=a">1 of 2 are shown</a>') == 1
 
@@ -211,7 +211,7 @@ def test_all_families_of_a_page_have_a_bound_together_and_each_names_its_cut(
 def test_the_page_is_read_and_rendered_beside_the_event_loop(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
     monkeypatch.setattr(list_pages, "page", lambda *given, **values: threads.append(threading.get_ident()))
-    asyncio.run(list_pages.jobs_page(None, StoredPages(store), store, Caller(None)))  # type: ignore[arg-type]
+    asyncio.run(list_pages.jobs_page(None, StoredPages(store), store))  # type: ignore[arg-type]
     assert len(threads) == 1
     assert threads != [threading.get_ident()]
 

@@ -67,27 +67,26 @@ def test_checkpoints_have_the_epochs_that_samples_have() -> None:
 
 def test_a_result_is_shown_value_by_value() -> None:
     result = {"rows": 4, "passed": 0.25, "checks": {"right": 1 / 3}, "answers": {"path": "/a"}, "perplexity": None}
-    shown = job_view.values(status("completed", result=result), "admin")["result"]
+    shown = job_view.values(status("completed", result=result))["result"]
     names = ("rows", "passed", "checks.right", "answers.path", "perplexity")
     assert shown == list(zip(names, ("4", "0.25", "0.33333", "/a", ""), strict=True))
-    assert job_view.values(status("in_progress", result=None), "admin")["result"] == []
+    assert job_view.values(status("in_progress", result=None))["result"] == []
 
 
 @pytest.mark.parametrize(
-    ("state", "role", "allowed"),
+    ("state", "allowed"),
     [
-        ("scheduled", "admin", {"pause", "cancel"}),
-        ("in_progress", "submit", {"pause", "cancel"}),
-        ("pausing", "admin", {"cancel"}),
-        ("paused", "submit", {"resume", "cancel"}),
-        ("cancelling", "admin", set()),
-        ("completed", "submit", {"export"}),
-        ("completed", "admin", {"export", "delete"}),
-        ("failed", "admin", {"delete"}),
+        ("scheduled", {"pause", "cancel"}),
+        ("in_progress", {"pause", "cancel"}),
+        ("pausing", {"cancel"}),
+        ("paused", {"resume", "cancel"}),
+        ("cancelling", set()),
+        ("completed", {"export", "delete"}),
+        ("failed", {"delete"}),
     ],
 )
-def test_the_forms_are_those_that_state_and_role_allow(state: str, role: Any, allowed: set[str]) -> None:
-    can = job_view.values(status(state), role)["can"]
+def test_the_forms_are_those_that_the_state_allows(state: str, allowed: set[str]) -> None:
+    can = job_view.values(status(state))["can"]
     assert {name for name, may in can.items() if may} - {"chat"} == allowed
 
 
@@ -105,8 +104,8 @@ def test_the_forms_are_those_that_state_and_role_allow(state: str, role: Any, al
 def test_a_job_can_be_talked_to_and_exported_where_its_checkpoints_write_text(config: Any, answers: bool) -> None:
     found = status("completed", effective_config={"ranks": 1, **config})
     for what in ("chat", "export"):
-        assert job_view.values(found, "submit")["can"][what] is answers
-        assert not job_view.values(found.model_copy(update={"checkpoints": []}), "submit")["can"][what]
+        assert job_view.values(found)["can"][what] is answers
+        assert not job_view.values(found.model_copy(update={"checkpoints": []}))["can"][what]
 
 
 @pytest.mark.parametrize(
@@ -138,12 +137,12 @@ def test_curves_are_preloaded_where_charts_are_drawn(name: str, has_charts: bool
 
 
 @pytest.mark.parametrize(
-    ("code", "pages", "where"),
-    [(500, ["/new"], "logs/service.log"), (500, ["/"], "trl-remote dashboard"), (404, ["/new"], "")],
+    ("code", "allowed", "where"),
+    [(500, ["GET /health"], "logs/service.log"), (500, ["GET /"], "trl-remote dashboard"), (404, ["GET /health"], "")],
 )
-def test_the_page_of_a_bug_names_the_log(code: int, pages: list[str], where: str) -> None:
+def test_the_page_of_a_bug_names_the_log(code: int, allowed: list[str], where: str) -> None:
     template = rendering._environment().get_template("error.html")
-    values = {"status": code, "detail": "it is a bug", "navigation": [(path, "", "") for path in pages]}
+    values = {"status": code, "detail": "it is a bug", "allowed": allowed}
     shown = "".join(template.blocks["content"](template.new_context(values)))
     assert (where in shown, "log" in shown) == (True, bool(where))
 
@@ -209,7 +208,7 @@ def test_marks_logs_and_addresses() -> None:
         attempt(2, start_step=40, step=60, ended_at=ended),
         attempt(3, start_step=60, step=70, ended_at=ended),
     )
-    found = job_view.values(status("paused", *tried), "admin", [(50, "little memory is free")])
+    found = job_view.values(status("paused", *tried), [(50, "little memory is free")])
     assert [tuple(mark.values()) for mark in found["marks"]] == [
         ("checkpoint", 40, "mine-checkpoint-40"),
         *(("attempt", 40, "attempt 2 begins"), ("attempt", 60, "attempt 3 begins")),
@@ -301,11 +300,11 @@ def test_the_time_of_a_step() -> None:
 def test_a_long_request_is_not_repeated() -> None:
     def shown(prompt: str) -> tuple[bool, bool]:
         requested = SentRequest("supervised-fine-tune", {"provider_options": {"system_prompt": prompt}})
-        values = job_view.values(status("completed"), "submit", url="http://head:1", requested=requested)
+        values = job_view.values(status("completed"), url="http://head:1", requested=requested)
         return values["requested"] is not None, values["too_long"]
 
     assert (shown("short"), shown("x" * (32 << 10))) == ((True, False), (False, True))
-    values = job_view.values(status("completed"), "submit")
+    values = job_view.values(status("completed"))
     assert (values["requested"], values["too_long"]) == (None, False)
 
 
@@ -339,5 +338,5 @@ def test_of_many_checkpoints_the_best_and_the_last_are_shown() -> None:
 def test_a_job_that_has_ended_is_continued_from_its_last_checkpoint(state: str, call: str, allowed: bool) -> None:
     found = status(state)
     found.checkpoints[0].path = "/x/checkpoint-40"
-    values = job_view.values(found, "submit", requested=SentRequest(call, {"job_uuid": "a"}))
+    values = job_view.values(found, requested=SentRequest(call, {"job_uuid": "a"}))
     assert (values["can"]["continue"], values["last"]) == (allowed, "checkpoint-40")

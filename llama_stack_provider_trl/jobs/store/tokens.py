@@ -17,8 +17,8 @@ from typing import Literal
 
 from .store import Store
 
-Role = Literal["metrics", "submit", "node", "admin"]
-"""metrics: reads `GET /metrics` and nothing else."""
+Role = Literal["metrics", "read", "submit", "node", "admin"]
+"""metrics: reads `GET /metrics` and nothing else. read: sees what submit sees, and changes nothing."""
 PREFIX = "trl_"
 """Prefix of every created token, by which scanners for leaked secrets recognize it."""
 _BYTES = 32

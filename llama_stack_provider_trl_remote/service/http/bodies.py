@@ -404,8 +404,8 @@ class CreateToken(RequestBody):
     name: str = Field(pattern=NAME)
     """For records: `created_by` of jobs and datasets, and the audit log."""
     role: Role = "submit"
-    """submit: everything but deleting jobs and what nodes do. node: what agents do. metrics: `GET /metrics`.
-    admin: everything."""
+    """submit: everything but deleting jobs and what nodes do. read: what submit sees, and no change. node: what agents
+    do. metrics: `GET /metrics`. admin: everything."""
     expires_in: float | None = Field(None, gt=0, le=315_360_000)
     """Seconds until it expires, at most ten years; null: never."""
     max_queued_jobs: int | None = Field(None, gt=0, le=10**6)

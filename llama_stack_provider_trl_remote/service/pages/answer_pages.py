@@ -17,7 +17,7 @@ from llama_stack_provider_trl.system.ownership import Ownership
 from ..dependencies import DigestsDep, SettingsDep, StoreDep
 from ..http.declared_routes import Routes
 from ..http.errors import Conflict, NotFound
-from ..security.access import USERS
+from ..security.access import READERS
 from ..views.answers import MOST_ANSWERS, MOST_BYTES, AnsweredRow, Wanted, find_answers, read_rows
 from ..views.checkpoints import Digests, Opener
 from .conversation_view import beside
@@ -31,7 +31,7 @@ _ROWS = 20
 _WANTED: dict[Wanted, str] = {"all": "all", "failed": "with a failed check", "differ": "where the jobs differ"}
 
 
-@router.get("", dependencies=[USERS])
+@router.get("", dependencies=[READERS])
 async def answers_page(
     request: Request,
     store: StoreDep,

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import Request, Response
 
 from ..http.declared_routes import Routes
-from ..security.access import USERS
+from ..security.access import READERS
 from .rendering import page
 from .route import PageRoute
 
@@ -16,7 +16,7 @@ router = Routes(PageRoute, include_in_schema=False)
 _METHODS = ("get", "head", "put", "post", "delete")
 
 
-@router.get("/docs", dependencies=[USERS])
+@router.get("/docs", dependencies=[READERS])
 async def calls_page(request: Request) -> Response:
     """Every call with its roles, parameters, body and answers."""
     document: dict[str, Any] = request.app.openapi()

@@ -14,7 +14,7 @@ from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusRespon
 from ..dependencies import StoreDep, StoredJobsDep
 from ..http.declared_routes import Routes
 from ..jobs.stored_jobs import StoredJobs
-from ..security.access import USERS
+from ..security.access import READERS
 from . import compare_view
 from .compare_view import ComparedRun, answers_link, compared, in_order, measured
 from .job_pages import last_eval_loss
@@ -32,7 +32,7 @@ _LONG = 12
 """Settings that differ from which on they are folded: the curves would be below the first screen."""
 
 
-@router.get("", dependencies=[USERS])
+@router.get("", dependencies=[READERS])
 async def compare_page(
     request: Request,
     stored: StoredJobsDep,

@@ -19,7 +19,7 @@ from ..dependencies import DatasetsDep, JobChecksDep, OverviewsDep, RowUploadsDe
 from ..http.bodies import PreviewBody
 from ..http.dataset_bodies import BlobSource, RegisterDataset
 from ..http.declared_routes import Routes
-from ..security.access import BODY, USERS, USERS_FILE, USERS_FORM, CurrentCaller, GuardedRoute
+from ..security.access import BODY, READERS, USERS, USERS_FILE, USERS_FORM, CurrentCaller, GuardedRoute
 from .job_form import job_of, validated
 from .list_view import ago
 from .login import check_sent_file, checked_form, see_other
@@ -38,7 +38,7 @@ Search = Annotated[str, Query(max_length=200)]
 Dataset = Annotated[str, Query(max_length=_NAME)]
 
 
-@router.get("", dependencies=[USERS])
+@router.get("", dependencies=[READERS])
 async def datasets_page(
     request: Request,
     overviews: OverviewsDep,
@@ -64,7 +64,7 @@ async def datasets_page(
     )
 
 
-@router.get("/rows", dependencies=[USERS])
+@router.get("/rows", dependencies=[READERS])
 async def dataset_page(
     request: Request,
     overviews: OverviewsDep,

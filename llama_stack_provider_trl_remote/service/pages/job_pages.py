@@ -17,7 +17,7 @@ from llama_stack_provider_trl.system.ownership import Ownership
 from ..dependencies import DigestsDep, SettingsDep, StoreDep, StoredJobsDep
 from ..http.declared_routes import Routes
 from ..http.errors import NotFound
-from ..security.access import ADMINS_FORM, USERS, USERS_FORM, CurrentCaller
+from ..security.access import ADMINS_FORM, READERS, USERS_FORM, CurrentCaller
 from ..views.answers import answers_of, rollouts_of
 from ..views.checkpoints import list_files
 from ..views.exports import exports_of, files_of_export
@@ -42,10 +42,8 @@ _MORE_LINES, _MORE_BYTES = 5000, 1 << 20
 """The end of a log on a page of its own."""
 
 
-@router.get("", dependencies=[USERS])
-async def job_page(
-    request: Request, jobs: StoredJobsDep, store: StoreDep, caller: CurrentCaller, job_uuid: JobName
-) -> Response:
+@router.get("", dependencies=[READERS])
+async def job_page(request: Request, jobs: StoredJobsDep, store: StoreDep, job_uuid: JobName) -> Response:
     """State, attempts, curves, checkpoints, log and configuration of a job."""
     status = await asyncio.to_thread(jobs.status, job_uuid)
     warnings = await asyncio.to_thread(read_warnings, store, job_uuid)
@@ -59,15 +57,13 @@ async def job_page(
     requested = await asyncio.to_thread(read_request, store, job_uuid)
     eval_loss = await asyncio.to_thread(last_eval_loss, store, job_uuid)
     # In a thread: it writes YAML, which takes time.
-    values = await asyncio.to_thread(
-        job_view.values, status, caller.role, warnings, exports, files, url, requested, eval_loss
-    )
+    values = await asyncio.to_thread(job_view.values, status, warnings, exports, files, url, requested, eval_loss)
     chosen, default = grouped(job_view.settings_of(status.resources_allocated["effective_config"]))
     values["detail"] = job_view.linked(detail)
     return page(request, "job.html", log=log, settings=chosen, defaults=default, **values)
 
 
-@router.get("/logs", dependencies=[USERS])
+@router.get("/logs", dependencies=[READERS])
 async def log_page(
     request: Request,
     jobs: StoredJobsDep,
@@ -87,7 +83,7 @@ async def log_page(
     return page(request, "log.html", log=log, attempts=attempts, ranks=ranks, **values)
 
 
-@router.get("/samples", dependencies=[USERS])
+@router.get("/samples", dependencies=[READERS])
 async def samples_page(
     request: Request,
     store: StoreDep,
@@ -102,7 +98,7 @@ async def samples_page(
     return page(request, "samples.html", job_uuid=job_uuid, path=job_view.path_of(job_uuid), found=found, **shown)
 
 
-@router.get("/trials", dependencies=[USERS])
+@router.get("/trials", dependencies=[READERS])
 async def trials_page(
     request: Request,
     jobs: StoredJobsDep,
@@ -127,7 +123,7 @@ async def trials_page(
     )
 
 
-@router.get("/checkpoints/{identifier:path}", dependencies=[USERS])
+@router.get("/checkpoints/{identifier:path}", dependencies=[READERS])
 async def checkpoint_page(
     request: Request, store: StoreDep, digests: DigestsDep, job_uuid: JobName, identifier: str
 ) -> Response:

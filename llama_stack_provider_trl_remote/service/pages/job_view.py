@@ -12,7 +12,6 @@ from urllib.parse import quote
 
 from llama_stack_provider_trl.jobs.decisions.states import ACTIVE, TERMINAL, JobState
 from llama_stack_provider_trl.jobs.store.reader import SentRequest
-from llama_stack_provider_trl.jobs.store.tokens import Role
 from llama_stack_provider_trl.specs.methods import METHODS, Algorithm
 from llama_stack_provider_trl.specs.work import WORKS
 from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusResponse
@@ -117,7 +116,6 @@ def saved_of(status: PostTrainingJobStatusResponse) -> tuple[list[SavedModel], l
 
 def values(
     status: PostTrainingJobStatusResponse,
-    role: Role | None,
     warnings: Sequence[tuple[int, str]] = (),
     exports: Sequence[ListedExport] = (),
     files: Sequence[ExportedFile] = (),
@@ -128,7 +126,6 @@ def values(
     """The values of the template `job.html`, but for the configuration in groups.
 
     Args:
-        role: of the reader; forms that it may not send are left out.
         warnings: those that were reported while it trained, each with its step.
         exports: those of its checkpoints.
         files: of an export.
@@ -175,7 +172,7 @@ def values(
             "cancel": state not in TERMINAL and state is not JobState.cancelling,
             "pause": state in _PAUSABLE and not found.get("search"),
             "resume": state is JobState.paused,
-            "delete": state in TERMINAL and role == "admin",
+            "delete": state in TERMINAL,
             "chat": answers,
             "export": answers and state is JobState.completed,
             "continue": can_continue,

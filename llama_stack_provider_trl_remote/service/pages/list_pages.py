@@ -16,7 +16,7 @@ from ..dependencies import StoreDep, StoredJobsDep
 from ..http.bodies import QueueResponse, QueueRow
 from ..http.declared_routes import Routes
 from ..jobs.stored_jobs import StoredJobs
-from ..security.access import USERS, CurrentCaller
+from ..security.access import READERS
 from ..views.events import read_states
 from ..views.queue import Sort
 from . import list_view
@@ -30,12 +30,11 @@ _MOST_FOLLOWED = 100
 """Jobs of one stream of events."""
 
 
-@router.get("/", dependencies=[USERS])
+@router.get("/", dependencies=[READERS])
 async def jobs_page(
     request: Request,
     jobs: StoredJobsDep,
     store: StoreDep,
-    caller: CurrentCaller,
     state: Annotated[JobState | None, BeforeValidator(lambda text: text or None), Query()] = None,
     search: Annotated[str, Query(max_length=200)] = "",
     owner: Annotated[str, Query(max_length=200)] = "",
@@ -47,11 +46,11 @@ async def jobs_page(
     """Jobs in the order in which they run, or by a column, 100 to a page."""
     query = list_view.Query(state, search.strip(), owner, sort, tuple(opened or ()), bool(flat), number)
     # In a thread with its rendering: a page with all of its families open has 1,100 rows.
-    return await asyncio.to_thread(_page, request, jobs, store, query, caller.role == "admin")
+    return await asyncio.to_thread(_page, request, jobs, store, query)
 
 
-def _page(request: Request, jobs: StoredJobs, store: Store, query: list_view.Query, is_admin: bool) -> Response:
-    return page(request, "jobs.html", **_values(jobs, store, query), is_admin=is_admin)
+def _page(request: Request, jobs: StoredJobs, store: Store, query: list_view.Query) -> Response:
+    return page(request, "jobs.html", **_values(jobs, store, query))
 
 
 def _values(jobs: StoredJobs, store: Store, query: list_view.Query) -> dict[str, Any]:

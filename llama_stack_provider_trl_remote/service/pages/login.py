@@ -15,7 +15,17 @@ from llama_stack_provider_trl.jobs.store.tokens import digest
 
 from ..dependencies import AuditDep, SettingsDep
 from ..http.declared_routes import Routes
-from ..security.access import ANYONE, LOGIN_FORM, USERS_FORM, Caller, CurrentCaller, Refused, sender
+from ..security.access import (
+    ANYONE,
+    LOGIN_FORM,
+    LOGOUT_FORM,
+    READER_ROLES,
+    Caller,
+    CurrentCaller,
+    Refused,
+    one_of,
+    sender,
+)
 from ..security.auth import Authenticator
 from ..security.sessions import Sessions, cookie_header
 from .rendering import HEADERS, page
@@ -49,9 +59,9 @@ async def log_in(request: Request, settings: SettingsDep, audit: AuditDep) -> Re
     caller = authenticator.of_token(request.scope, token)
     caller.require_known()
     caller.take_request()
-    if caller.role not in ("submit", "admin"):
+    if caller.role not in READER_ROLES:
         raise Refused(
-            403, f"this token has the role {caller.role}, which has no pages: log in with one of submit or admin"
+            403, f"this token has the role {caller.role}, which has no pages: log in with one of {one_of(READER_ROLES)}"
         )
     sessions: Sessions = request.app.state.sessions
     session_id = await asyncio.to_thread(sessions.open, digest(token))
@@ -62,7 +72,7 @@ async def log_in(request: Request, settings: SettingsDep, audit: AuditDep) -> Re
     return answer
 
 
-@router.post("/logout", dependencies=[USERS_FORM])
+@router.post("/logout", dependencies=[LOGOUT_FORM])
 async def log_out(request: Request, settings: SettingsDep, audit: AuditDep, caller: CurrentCaller) -> Response:
     """End the session."""
     await checked_form(request, caller)

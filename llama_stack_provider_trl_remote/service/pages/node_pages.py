@@ -14,7 +14,7 @@ from ..dependencies import NodeRowsDep, NodesDep, PoolsDep, PresenceDep
 from ..http.declared_routes import Routes
 from ..http.node_bodies import NodeRow
 from ..routes.nodes import Name, pool_rows
-from ..security.access import ADMINS_FORM, USERS, CurrentCaller
+from ..security.access import ADMINS_FORM, READERS, CurrentCaller
 from .login import checked_form, see_other
 from .rendering import page
 from .route import PageRoute
@@ -25,10 +25,8 @@ _MODES: dict[str, NodeMode] = {"cordon": "cordoned", "uncordon": "open", "drain"
 Action = Annotated[Literal["cordon", "uncordon", "drain", "remove"], Path()]
 
 
-@router.get("", dependencies=[USERS])
-async def nodes_page(
-    request: Request, listed: NodeRowsDep, pools: PoolsDep, presence: PresenceDep, caller: CurrentCaller
-) -> Response:
+@router.get("", dependencies=[READERS])
+async def nodes_page(request: Request, listed: NodeRowsDep, pools: PoolsDep, presence: PresenceDep) -> Response:
     """Machines, their devices, the job that has each, how loaded they are, and why a node gets no jobs."""
     nodes = await asyncio.to_thread(listed.all)
     return page(
@@ -37,7 +35,6 @@ async def nodes_page(
         nodes=nodes,
         pools=await asyncio.to_thread(pool_rows, pools),
         removable={node.node for node in nodes if _is_removable(presence, node)},
-        is_admin=caller.role == "admin",
         how_to_add=how_to_add_a_node(str(request.base_url).rstrip("/")),
     )
 

@@ -16,7 +16,7 @@ from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import TrlError
 from llama_stack_provider_trl.specs.state_words import state_word
 
-from ..security.access import CALLER, Caller
+from ..security.access import CALLER, Caller, calls_of
 from .assets import PLOTLY, asset_url, assets, style_ids
 
 if TYPE_CHECKING:
@@ -43,7 +43,8 @@ _NAVIGATION = (
     *(("/", "Jobs", "j"), ("/new", "New job", "n"), ("/compare", "Compare", "c"), ("/data", "Datasets", "d")),
     *(("/playground", "Playground", "p"), ("/nodes", "Nodes", "m"), ("/docs", "API", "a")),
 )
-"""Pages to which each page has a link, where the server has them: address, text, the key that opens it after `g`."""
+"""Pages to which each page has a link, where its reader may open them: address, text, the key that opens it after
+`g`."""
 _MISSING = (
     "the dashboard is not installed here: run `pip install 'llama_stack_provider_trl[dashboard]'` in the service's "
     "environment and start the service again; the API and trl-remote work without it"
@@ -66,6 +67,7 @@ def page(request: Request, template: str, code: int = 200, **values: Any) -> Res
         NoDashboard.
     """
     caller: Caller = request.scope[CALLER]
+    allowed = calls_of(request.app, caller)
     text = (
         _environment()
         .get_template(template)
@@ -75,19 +77,14 @@ def page(request: Request, template: str, code: int = 200, **values: Any) -> Res
             asset=asset_url,
             has_charts=PLOTLY in assets(),
             style_ids=style_ids,
-            navigation=_navigation(request),
+            allowed=allowed,
+            navigation=[one for one in _NAVIGATION if f"GET {one[0]}" in allowed],
             here=request.url.path,
             version=__version__,
             **values,
         )
     )
     return Response(text.encode("utf-8", "replace"), code, HEADERS, "text/html; charset=utf-8")
-
-
-def _navigation(request: Request) -> list[tuple[str, str, str]]:
-    """Those of `_NAVIGATION` that this server has."""
-    paths = [pattern for pattern, _ in request.app.state.methods]
-    return [one for one in _NAVIGATION if any(pattern.match(one[0]) for pattern in paths)]
 
 
 def error_page(request: Request, status: int, detail: str, headers: Mapping[str, str]) -> Response:

@@ -17,6 +17,7 @@ from ..http.errors import NotFound, declared
 from ..http.places import MOST, After, Limit
 from ..security.access import (
     BODY,
+    READERS,
     READING_UPLOAD,
     TASK_ROWS,
     USERS,
@@ -47,13 +48,13 @@ async def register_dataset(
     return as_json(await registry.register(body, getattr(request.state, "rows", None), caller.name))
 
 
-@router.get("", dependencies=[USERS], response_model=ListDatasetsResponse, responses=declared())
+@router.get("", dependencies=[READERS], response_model=ListDatasetsResponse, responses=declared())
 async def list_datasets(registry: DatasetsDep, limit: Limit = MOST, after: After = None) -> Response:
     """Registered datasets, oldest first."""
     return Response(await asyncio.to_thread(registry.page, limit, after), media_type="application/json")
 
 
-@router.get("/{dataset_id:path}", dependencies=[USERS], response_model=Dataset, responses=declared(404))
+@router.get("/{dataset_id:path}", dependencies=[READERS], response_model=Dataset, responses=declared(404))
 async def get_dataset(registry: DatasetsDep, dataset_id: DatasetId) -> Response:
     """One dataset, without its rows."""
     return as_json(await asyncio.to_thread(registry.get, dataset_id))
@@ -66,7 +67,7 @@ async def delete_dataset(registry: DatasetsDep, dataset_id: DatasetId) -> Respon
     return Response(status_code=204)
 
 
-@blobs.head("/{sha256}", dependencies=[USERS], response_class=Response, responses=declared(404))
+@blobs.head("/{sha256}", dependencies=[READERS], response_class=Response, responses=declared(404))
 async def has_blob(stored: BlobsDep, sha256: Digest) -> Response:
     """Whether these rows are stored here."""
     if not await stored.holds(sha256):

@@ -17,7 +17,7 @@ from ..dependencies import DigestsDep, FeedsDep, SettingsDep, StoppingDep, Store
 from ..http.bodies import CheckpointFiles, EventLine, EventsResponse, ListCheckpointsResponse, MetricsResponse, Point
 from ..http.declared_routes import Routes
 from ..http.errors import declared
-from ..security.access import TASK_JOB, USERS, GuardedRoute
+from ..security.access import READERS, TASK_JOB, GuardedRoute
 from ..views.answers import find_answers
 from ..views.checkpoints import Digests, find_file, list_files
 from ..views.events import Cursor, parsed, read_page
@@ -44,7 +44,7 @@ _KINDS = 10
 
 @router.get(
     "/events",
-    dependencies=[USERS],
+    dependencies=[READERS],
     response_model=EventsResponse,
     responses={
         **declared(404),
@@ -72,7 +72,7 @@ async def job_events(
     return as_json(EventsResponse(data=data, next=str(page.next)))
 
 
-@router.get("/logs", dependencies=[USERS], response_class=Response, responses={**declared(404), **TEXT})
+@router.get("/logs", dependencies=[READERS], response_class=Response, responses={**declared(404), **TEXT})
 async def job_logs(
     store: StoreDep,
     job_uuid: JobUuid,
@@ -86,7 +86,7 @@ async def job_logs(
     return Response(text, media_type="text/plain")
 
 
-@router.get("/metrics", dependencies=[USERS], response_model=MetricsResponse, responses=declared(404))
+@router.get("/metrics", dependencies=[READERS], response_model=MetricsResponse, responses=declared(404))
 async def job_metrics(
     store: StoreDep,
     job_uuid: JobUuid,
@@ -115,7 +115,7 @@ async def job_checkpoints(store: StoreDep, job_uuid: JobUuid) -> Response:
 
 @router.get(
     "/answers",
-    dependencies=[USERS],
+    dependencies=[READERS],
     response_class=Response,
     responses={**declared(404, 409, 416), **file_answers(LINES, "One JSON object per answer, in their order")},
 )

@@ -40,7 +40,7 @@ from ..http.bodies import (
 from ..http.declared_routes import Routes
 from ..http.errors import declared
 from ..jobs.stored_jobs import StoredJobs
-from ..security.access import ADMINS, USERS, USERS_JOB, CurrentCaller, GuardedRoute
+from ..security.access import ADMINS, READERS, USERS, USERS_JOB, CurrentCaller, GuardedRoute
 from ..views.queue import Sort, job_row
 
 router = Routes(GuardedRoute, prefix="/post-training", tags=["post-training"])
@@ -117,7 +117,7 @@ async def preview(checks: JobChecksDep, body: PreviewBody) -> Response:
     return as_json(await checks.preview(body))
 
 
-@router.get("/jobs", dependencies=[USERS], response_model=ListJobsResponse, responses=declared(404))
+@router.get("/jobs", dependencies=[READERS], response_model=ListJobsResponse, responses=declared(404))
 async def list_jobs(
     store: StoreDep,
     status: Annotated[str | None, Query(description="A status or a state, such as in_progress or paused")] = None,
@@ -131,7 +131,7 @@ async def list_jobs(
     return Response(await asyncio.to_thread(_page, store, states, most, after, full), media_type="application/json")
 
 
-@router.get("/queue", dependencies=[USERS], response_model=QueueResponse, responses=declared())
+@router.get("/queue", dependencies=[READERS], response_model=QueueResponse, responses=declared())
 async def read_queue(
     jobs: StoredJobsDep,
     state: Annotated[JobState | None, Query(description="Only jobs in this state")] = None,
@@ -149,7 +149,9 @@ async def read_queue(
     return as_json(await asyncio.to_thread(jobs.queue, state, search, limit, offset, owner, sort, folded))
 
 
-@router.get("/job/status", dependencies=[USERS], response_model=PostTrainingJobStatusResponse, responses=declared(404))
+@router.get(
+    "/job/status", dependencies=[READERS], response_model=PostTrainingJobStatusResponse, responses=declared(404)
+)
 async def get_job_status(jobs: StoredJobsDep, job_uuid: JobQuery, config: WithConfig = False) -> Response:
     """The status of a job."""
     return as_json(jobs.status(job_uuid, config))
@@ -157,7 +159,7 @@ async def get_job_status(jobs: StoredJobsDep, job_uuid: JobQuery, config: WithCo
 
 @router.get(
     "/jobs/{job_uuid}/status",
-    dependencies=[USERS],
+    dependencies=[READERS],
     response_model=PostTrainingJobStatusResponse,
     responses=declared(404),
 )
@@ -167,7 +169,7 @@ async def job_status(jobs: StoredJobsDep, job_uuid: JobUuid, config: WithConfig 
 
 
 @router.get(
-    "/job/artifacts", dependencies=[USERS], response_model=PostTrainingJobArtifactsResponse, responses=declared(404)
+    "/job/artifacts", dependencies=[READERS], response_model=PostTrainingJobArtifactsResponse, responses=declared(404)
 )
 async def get_job_artifacts(store: StoreDep, job_uuid: JobQuery) -> Response:
     """Every complete checkpoint of a job."""
@@ -176,7 +178,7 @@ async def get_job_artifacts(store: StoreDep, job_uuid: JobQuery) -> Response:
 
 @router.get(
     "/jobs/{job_uuid}/artifacts",
-    dependencies=[USERS],
+    dependencies=[READERS],
     response_model=PostTrainingJobArtifactsResponse,
     responses=declared(404),
 )

@@ -13,7 +13,7 @@ from ..dependencies import FeedsDep, SeriesDep, StoppingDep, StoreDep
 from ..http.bodies import JobStateRow, JobStatesResponse, SamplesResponse, SeriesResponse
 from ..http.declared_routes import Routes
 from ..http.errors import declared
-from ..security.access import USERS, GuardedRoute
+from ..security.access import READERS, GuardedRoute
 from ..views.events import Cursor, read_page, read_states
 from ..views.samples import list_samples
 from ..views.series import LAST_STEP
@@ -32,7 +32,7 @@ Step = Annotated[int | None, Query(ge=0, le=LAST_STEP)]
 
 @router.get(
     "/events",
-    dependencies=[USERS],
+    dependencies=[READERS],
     response_model=JobStatesResponse,
     responses={
         **declared(404),
@@ -68,7 +68,7 @@ async def events_of_jobs(
     return as_json(JobStatesResponse(data=rows, next="~".join(map(str, ends))))
 
 
-@router.get("/jobs/{job_uuid}/series", dependencies=[USERS], response_model=SeriesResponse, responses=declared(404))
+@router.get("/jobs/{job_uuid}/series", dependencies=[READERS], response_model=SeriesResponse, responses=declared(404))
 async def job_series(
     series: SeriesDep,
     job_uuid: JobUuid,
@@ -82,7 +82,7 @@ async def job_series(
     return Response(await asyncio.to_thread(series.read, job_uuid, *wanted), media_type="application/json")
 
 
-@router.get("/jobs/{job_uuid}/samples", dependencies=[USERS], response_model=SamplesResponse, responses=declared(404))
+@router.get("/jobs/{job_uuid}/samples", dependencies=[READERS], response_model=SamplesResponse, responses=declared(404))
 async def job_samples(
     store: StoreDep,
     job_uuid: JobUuid,

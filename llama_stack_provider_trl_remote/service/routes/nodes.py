@@ -19,7 +19,7 @@ from ..http.declared_routes import Routes
 from ..http.errors import NotFound, declared
 from ..http.node_bodies import AllocationRow, ListNodesResponse, ListPoolsResponse, NodeLoadResponse, NodeRow, PoolRow
 from ..http.places import MOST, After, Limit, ListPlace, page_of
-from ..security.access import ADMINS, USERS, GuardedRoute
+from ..security.access import ADMINS, READERS, GuardedRoute
 from .jobs import as_json
 
 router = Routes(GuardedRoute, prefix="/nodes", tags=["nodes"])
@@ -27,7 +27,7 @@ pool_router = Routes(GuardedRoute, prefix="/pools", tags=["nodes"])
 Name = Annotated[str, Path(pattern=NAME, description="The node's name")]
 
 
-@router.get("", dependencies=[USERS], response_model=ListNodesResponse, responses=declared())
+@router.get("", dependencies=[READERS], response_model=ListNodesResponse, responses=declared())
 async def nodes(listed: NodeRowsDep, limit: Limit = MOST, after: After = None) -> Response:
     """The machines that jobs may run on, by name and the service's own first, and the jobs on their devices."""
     rows = await asyncio.to_thread(listed.all)
@@ -35,7 +35,7 @@ async def nodes(listed: NodeRowsDep, limit: Limit = MOST, after: After = None) -
     return as_json(ListNodesResponse(data=[*page], next=following))
 
 
-@router.get("/{name}", dependencies=[USERS], response_model=NodeRow, responses=declared(404))
+@router.get("/{name}", dependencies=[READERS], response_model=NodeRow, responses=declared(404))
 async def node(listed: NodeRowsDep, name: Name) -> Response:
     """One machine, as the list has it."""
     for row in await asyncio.to_thread(listed.all):
@@ -44,7 +44,7 @@ async def node(listed: NodeRowsDep, name: Name) -> Response:
     raise NotFound(f"there is no node {name!r} here: GET /v1/nodes lists them")
 
 
-@router.get("/{name}/load", dependencies=[USERS], response_model=NodeLoadResponse, responses=declared(404))
+@router.get("/{name}/load", dependencies=[READERS], response_model=NodeLoadResponse, responses=declared(404))
 async def node_load(
     listed: NodeRowsDep,
     name: Name,
@@ -82,7 +82,7 @@ async def remove(machines: NodesDep, name: Name) -> Response:
     return Response(status_code=204)
 
 
-@pool_router.get("", dependencies=[USERS], response_model=ListPoolsResponse, responses=declared())
+@pool_router.get("", dependencies=[READERS], response_model=ListPoolsResponse, responses=declared())
 async def pools(managed: PoolsDep) -> Response:
     """The pools of machines, what was requested of them, and what is left of their limits."""
     return as_json(ListPoolsResponse(data=await asyncio.to_thread(pool_rows, managed)))

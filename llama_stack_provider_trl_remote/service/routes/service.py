@@ -13,7 +13,7 @@ from ..dependencies import DisksDep, MetricsDep, SupervisorDep
 from ..http.bodies import Health
 from ..http.declared_routes import Routes
 from ..http.errors import declared
-from ..security.access import ANYONE, READERS, USERS, GuardedRoute
+from ..security.access import ANYONE, METRICS, READERS, GuardedRoute
 from .jobs import as_json
 
 router = Routes(GuardedRoute, tags=["service"])
@@ -34,14 +34,14 @@ async def health(disks: DisksDep, supervisor: SupervisorDep) -> Response:
     )
 
 
-@pages.get("/metrics", dependencies=[READERS], include_in_schema=False)
+@pages.get("/metrics", dependencies=[METRICS], include_in_schema=False)
 async def metrics(measured: MetricsDep, request: Request) -> Response:
     """Metrics of jobs, nodes and the service, for Prometheus."""
     text, content_type = await asyncio.to_thread(measured.render, request.headers.get("accept", ""))
     return Response(text, headers={"Content-Type": content_type})
 
 
-@pages.get("/openapi.json", dependencies=[USERS], include_in_schema=False)
+@pages.get("/openapi.json", dependencies=[READERS], include_in_schema=False)
 async def openapi(request: Request) -> Response:
     """The description of every call, for programs."""
     return JSONResponse(request.app.openapi())

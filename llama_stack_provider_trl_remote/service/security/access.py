@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self, get_args
 
-from fastapi import Depends, HTTPException, Request, Response
+from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from fastapi.params import Depends as Dependency
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
@@ -320,7 +320,8 @@ def sender(scope: Scope) -> dict[str, Any]:
 
 
 _USERS: frozenset[Role] = frozenset({"submit", "admin"})
-_ALL: frozenset[Role] = _USERS | {"node"}
+READER_ROLES: frozenset[Role] = _USERS | {"read"}
+"""Of the callers that have pages."""
 
 
 def _access(roles: frozenset[Role], **body: Any) -> Dependency:
@@ -338,11 +339,14 @@ USERS_ROWS = _access(_USERS, limit="max_body_mb")
 USERS_UPLOAD = _access(_USERS, body="bytes", limit="max_upload_mb")
 USERS_PART = _access(_USERS, body="bytes", limit=65 * MIB)
 """A part of 64 MiB in a form."""
-READERS = _access(frozenset({"metrics", "submit", "admin"}))
+READERS = _access(READER_ROLES)
+"""What reads, and has no effect: it stores nothing and starts no work that outlives the answer."""
+METRICS = _access(READER_ROLES | {"metrics"})
 """Numbers of jobs and machines, without rows, models, logs and names of users."""
 ADMINS = _access(frozenset({"admin"}))
 LOGIN_FORM = _access(frozenset(), body="form", record=False)
 """Needs no session: it opens one. The handler records it."""
+LOGOUT_FORM = _access(READER_ROLES, body="form")
 USERS_FORM = _access(_USERS, body="form")
 USERS_JOB_FORM = _access(_USERS, body="form", limit=4 * MIB)
 """A job's request of 1 MiB, whose quotes and line breaks a form writes as three characters each."""
@@ -351,9 +355,9 @@ USERS_FILE = _access(_USERS, body="file", limit="max_upload_mb")
 USERS_CHAT_FORM = _access(_USERS, body="form", limit=MIB)
 """A chat, or a vote, in a field of a form."""
 ADMINS_FORM = _access(frozenset({"admin"}), body="form")
-TASK_JOB = _access(_ALL, needs_task="job_uuid")
-"""What users read of a job; also for the nodes that it runs on."""
-TASK_ROWS = _access(_ALL, needs_task="sha256")
+TASK_JOB = _access(READER_ROLES | {"node"}, needs_task="job_uuid")
+"""What is read of a job; also for the nodes that it runs on."""
+TASK_ROWS = _access(READER_ROLES | {"node"}, needs_task="sha256")
 _NODES: frozenset[Role] = frozenset({"node", "admin"})
 """Calls of agents, and of callers with access to everything."""
 JOIN = _access(_NODES, limit=MIB)
@@ -368,6 +372,16 @@ READING_UPLOAD = _access(_NODES, body="bytes", limit="max_upload_mb", join_token
 NODES_UPLOAD = _access(_NODES, own_node=True, body="bytes", limit="max_upload_mb", record=False)
 
 
+def calls_of(app: FastAPI, caller: Caller) -> frozenset[str]:
+    """The calls that an application has and a caller's role may make, such as `POST /jobs/{job_uuid}/cancel`."""
+    return frozenset(
+        f"{method} {route.path}"
+        for route in app.routes
+        if isinstance(route, GuardedRoute) and (caller.role in route.access.roles or not route.access.roles)
+        for method in route.methods or ()
+    )
+
+
 async def _caller(request: Request) -> Caller:
     caller: Caller = request.scope[CALLER]
     return caller
@@ -378,10 +392,16 @@ CurrentCaller = Annotated[Caller, Depends(_caller)]
 
 
 def _wrong_role(role: Role | None, roles: frozenset[Role]) -> str:
-    wanted = " or ".join(sorted(roles, key=get_args(Role).index))
     return (
-        f"this call needs a token with the role {wanted}, yours has the role {role}: use another, or ask the operator"
+        f"this call needs a token with the role {one_of(roles)}, yours has the role {role}: use another, or ask the "
+        "operator"
     )
+
+
+def one_of(roles: frozenset[Role]) -> str:
+    """Roles in a sentence, the one that may do least first."""
+    *others, last = sorted(roles, key=get_args(Role).index)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _check_encoding(headers: Mapping[str, str]) -> None:

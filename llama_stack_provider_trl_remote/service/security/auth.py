@@ -47,7 +47,7 @@ _PORTS = {"http": 80, "https": 443}
 _POLICY = (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'")
 _BEARER = {"WWW-Authenticate": "Bearer"}
 _KINDS: dict[Role | None, Kind] = {
-    **{None: "unknown", "metrics": "user", "submit": "user", "node": "node", "admin": "admin"}
+    **{None: "unknown", "metrics": "user", "read": "user", "submit": "user", "node": "node", "admin": "admin"}
 }
 """Role -> the kind of callers among which its connections are counted."""
 

@@ -243,7 +243,7 @@ CREATE TABLE IF NOT EXISTS tokens (
     -- A plain sha256: the token is 256 random bits, which no search finds. Slow hashes are for passwords that people
     -- choose, and would cost every request tens of milliseconds.
     sha256 TEXT NOT NULL UNIQUE,
-    role TEXT NOT NULL,                     -- submit, admin or node
+    role TEXT NOT NULL,                     -- metrics, read, submit, node or admin
     created_at REAL NOT NULL,
     created_by TEXT NOT NULL,               -- name of the admin's token
     expires_at REAL,                        -- NULL: never
