@@ -58,6 +58,7 @@ CHECKS = (
     Check("networks in tiles", "gpu_checks.operations:mlp_tiles", 150),
     Check("kept attention", "gpu_checks.operations:kept_attention", 150),
     Check("compiled blocks", "gpu_checks.operations:compiled_blocks", 540),
+    Check("float8", "gpu_checks.operations:float8", 540),
     Check("speed at 1B", "gpu_checks.speed:throughput", 300),
     Check("two ranks", "gpu_checks.sharding:two_ranks", 300, gpus=2),
     Check("NCCL hang", "gpu_checks.recovery:hang", 120, gpus=2),
