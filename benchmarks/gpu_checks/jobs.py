@@ -67,6 +67,8 @@ class Outcome:
     compiled: str = ""
     """Which blocks were compiled, or why none."""
     compile_seconds: float = 0.0
+    float8: str = ""
+    """Which layers multiplied in 8 bits, or why none."""
     verified: str = ""
     """How `final` was compared with the trained model after writing: logits or weights."""
     logits_difference: float | None = None
@@ -325,6 +327,7 @@ def outcome(run_dir: Path, seconds: float, exit_code: int | None, problem: str, 
         repeats=str(prepared.effective.get("repeats", "")) if prepared else "",
         metrics_read=str(prepared.effective.get("metrics_read", "")) if prepared else "",
         compiled=str(prepared.effective.get("compiled_blocks", "")) if prepared else "",
+        float8=str(prepared.effective.get("float8", "")) if prepared else "",
         compile_seconds=float(prepared.effective.get("compile_seconds", 0.0)) if prepared else 0.0,
         verified=str(final.verified or "") if final else "",
         logits_difference=final.logits_difference if final else None,

@@ -60,6 +60,7 @@ CHECKS = (
     Check("networks in tiles", "gpu_checks.operations:mlp_tiles", 150),
     Check("kept attention", "gpu_checks.operations:kept_attention", 150),
     Check("compiled blocks", "gpu_checks.operations:compiled_blocks", 480),
+    Check("float8", "gpu_checks.operations:float8", 540),
     Check("speed at 1B", "gpu_checks.speed:throughput", 300),
     Check("SFT at 1B", "gpu_checks.targets:sft_at_1b", 480),
     Check("DPO at 1B", "gpu_checks.targets:dpo_at_1b", 300),

@@ -144,6 +144,7 @@ class BuiltTrainer:
             "liger_kernels": policy.liger_kernels,
             "repeats": self.repeats,
             "compiled_blocks": trainer.compiled_blocks,
+            "float8": trainer.float8,
             "weights_dtype": str(model.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "dataloader_num_workers": trainer.args.dataloader_num_workers,

@@ -117,7 +117,7 @@ def _unused_libraries(job: JobSpec) -> Set[str]:
     adapters = [job.lora, *(member.lora for member in job.does.ensemble)]
     is_quantized = any(lora is not None and lora.quantize_base for lora in adapters)
     uses_bitsandbytes = job.train.optimizer.name == "adamw_8bit" or is_quantized
-    unused = {"bitsandbytes": not uses_bitsandbytes, "torchao": not job.train.qat}
+    unused = {"bitsandbytes": not uses_bitsandbytes, "torchao": not job.train.qat and job.compute.float8 == "never"}
     return {name for name, is_unused in unused.items() if is_unused}
 
 

@@ -73,6 +73,7 @@ def resolve_method(
         fields["lora"] = _continued(base.lora, fields, options)
     if fields["lora"] is None:
         _refuse_adapter_options(options)
+    _refuse_float8(fields, options)
     return fields
 
 
@@ -121,6 +122,20 @@ def _refuse_adapter_options(options: ProviderOptions) -> None:
         if value != ProviderOptions.model_fields[name].default:
             hint = "there is no adapter without LoRA; ask for LoRA, or leave it out"
             raise InvalidRequest(f"provider_options.{name}", value, hint)
+
+
+def _refuse_float8(fields: dict[str, Any], options: ProviderOptions) -> None:
+    if options.float8 != "always":
+        return
+    hint = ""
+    if options.compile_blocks != "always":
+        hint = "without torch's compiler products in 8 bits are slower; send compile_blocks 'always', too"
+    elif fields["lora"] is not None:
+        hint = "frozen weights would be cast again in each pass; train all weights, or leave it out"
+    elif fields.get("qat") is not None:
+        hint = "QAT rounds the same weights to other numbers; train without QAT, or leave it out"
+    if hint:
+        raise InvalidRequest("provider_options.float8", options.float8, hint)
 
 
 def resolve_sft_lora(

@@ -23,6 +23,7 @@ from ..specs.job import (
     CompileBlocks,
     DroppedTurns,
     Duplicates,
+    Float8,
     FuseLora,
     GradientSync,
     HeadGradients,
@@ -373,6 +374,8 @@ class ProviderOptions(Documented, CheckedNames):
     """With activation checkpointing: keep outputs of attention. `auto`: on cuda, of long rows, where they fit."""
     compile_blocks: CompileBlocks = "auto"
     """Compile the model's blocks with torch's compiler: `always` or `never`. `auto`: `never`, until it is measured."""
+    float8: Float8 = "never"
+    """With compile_blocks `always` and all weights: linear layers of blocks multiply in 8 bits: `always`, `never`."""
     liger_kernels: LigerKernels = "auto"
     """Norms, rotary embeddings and activations by Liger's kernels: `always` (cuda), `never`. `auto`: `never`."""
     dataloader_num_workers: int | None = Field(None, ge=0, le=64)

@@ -52,6 +52,7 @@ TileMlp = Literal["auto", "always", "never"]
 LigerKernels = Literal["auto", "always", "never"]
 KeepAttention = Literal["auto", "always", "never"]
 CompileBlocks = Literal["auto", "always", "never"]
+Float8 = Literal["always", "never"]
 Prefetch = Literal["BACKWARD_PRE", "BACKWARD_POST"]
 
 
@@ -334,6 +335,8 @@ class ComputeSpec(Frozen):
     compile_blocks: CompileBlocks = "auto"
     """Whether torch's compiler makes few kernels of each block (`recipes.fast.compiled`). auto: not, until it is
     measured on a GPU."""
+    float8: Float8 = "never"
+    """Whether the linear layers of compiled blocks multiply in 8 bits (`recipes.fast.float8`)."""
     liger_kernels: LigerKernels = "auto"
     """Whether Liger's Triton kernels compute norms, rotary embeddings and activations of blocks (`recipes.fast.liger`).
     auto: not, until it is measured on a GPU."""

@@ -449,6 +449,7 @@ OPTION_ASKS: dict[str, Try] = {
     "tile_mlp": Try("never"),
     "keep_attention": Try("never", around={EFFICIENCY + "enable_activation_checkpointing": True}),
     "compile_blocks": Try("never"),
+    "float8": Try("always", options={"compile_blocks": "always"}),
     "liger_kernels": Try("never"),
     "head_gradients": Try("backward"),
     "averaging": Try({"interval": 20}, options={"nproc_per_node": 2}),

@@ -3,6 +3,7 @@ the same bits after a resume. On a CPU Inductor compiles C++."""
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -14,9 +15,10 @@ import pytest
 import torch
 from datasets import Dataset
 from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM
 
 from llama_stack_provider_trl.recipes.evaluation.evaluate import evaluate
-from llama_stack_provider_trl.recipes.fast import compiled
+from llama_stack_provider_trl.recipes.fast import compiled, float8
 from llama_stack_provider_trl.recipes.fast.cpu_attention import attend_on_cpu
 from llama_stack_provider_trl.recipes.fast.layout import Group, Layout, decoded
 from llama_stack_provider_trl.recipes.trainer.base import RecipeTrainer
@@ -24,6 +26,7 @@ from llama_stack_provider_trl.specs.averaging import AveragingSpec
 from llama_stack_provider_trl.specs.events import Evaluated, Event, Failed, Prepared, Progress, Reason
 from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec, ShardingSpec
 from llama_stack_provider_trl.specs.methods import CpoSpec, DpoSpec, GrpoSpec, SftSpec
+from llama_stack_provider_trl.specs.model_source import ReferenceSpec
 from tests.process.grpo_jobs import DIGITS, LETTER
 from tests.process.rank_numbers import spec_of
 from tests.ranks import Ranks
@@ -57,6 +60,7 @@ IA3 = LoraSpec(method="ia3", target_modules=("k_proj", "v_proj", "down_proj"), r
 VERA = LoraSpec(method="vera", target_modules=("q_proj", "v_proj"), rank=8, alpha=1)
 ROUNDING = 1e-7
 """Of losses: the first one of GRPO is 0, and all others are above 0.01."""
+FLOAT8: dict[str, Any] = {"float8": "always"}
 GRPO = GrpoSpec(rewards=(DIGITS, LETTER), num_generations=3, max_completion_length=8, beta=0.1)
 
 
@@ -151,7 +155,10 @@ def losses(events: list[Event]) -> list[float]:
 CASES = [
     pytest.param("sft", {"lora": LORA, "fuse_lora": "always", "validation_rows": 5}, 3, id="lora"),
     pytest.param("grpo", {"method": GRPO}, 2, id="grpo"),
+    pytest.param("sft", FLOAT8, 1, id="float8"),
     *in_full(
+        pytest.param("dpo", {**FLOAT8, "validation_rows": 5}, 3, id="dpo-float8"),
+        pytest.param("sft", {**FLOAT8, "gradient_checkpointing": True}, 1, id="float8-checkpointing"),
         pytest.param("sft", {"lora": QLORA, "validation_rows": 5}, 3, id="qlora"),
         pytest.param("kto", {}, 3, id="kto"),
         pytest.param("dpo", {"method": with_other_reference}, 2, id="dpo-other-reference"),
@@ -200,9 +207,17 @@ def test_compiled_blocks_have_eager_losses_no_graph_per_shape_and_the_same_bits_
     status, events = run(tmp_path / "attempts" / "1", spec)
     assert status == 0, [failed.message for failed in of_kind(events, Failed)]
     found = losses(events)
-    assert found == pytest.approx(losses(expected), rel=1e-5, abs=ROUNDING)
+    if is_in_8_bits := spec.compute.float8 == "always":
+        # The largest differences that were measured are 0.6 % (SFT) and 0.0065 (DPO): a number of 8 bits has 4 digits.
+        assert found == pytest.approx(losses(expected), rel=0.02, abs=0.01)
+        assert found != pytest.approx(losses(expected), rel=1e-4)
+    else:
+        assert found == pytest.approx(losses(expected), rel=1e-5, abs=ROUNDING)
+    if algorithm == "dpo" and is_in_8_bits:
+        assert found[0] == pytest.approx(math.log(2), abs=1e-5)  # the reference's numbers are the policy's
     shown = of_kind(events, Prepared)[0].effective
     assert (shown["compiled_blocks"], shown["attention"]) == ("used in 3 of 3 blocks", compiled.NAME)
+    assert shown["float8"].startswith("used in 21 of 21 linear layers") is is_in_8_bits
     assert shown["compile_seconds"] > 0
     assert counters["stats"]["unique_graphs"] == graphs[0] == count
     weights = {path.name: path.read_bytes() for path in (spec.checkpoint_dir / "final").glob("*.safetensors")}
@@ -228,10 +243,22 @@ def test_compiled_blocks_have_eager_losses_no_graph_per_shape_and_the_same_bits_
             id="dpo-full-checkpointing",
         ),
         pytest.param("sft", "NO_SHARD", {"gradient_accumulation_steps": 2}, id="sft-ddp"),
+        pytest.param("sft", "FULL_SHARD", FLOAT8, id="float8-full"),
         *in_full(
             pytest.param("dpo", "NO_SHARD", {"lora": LORA, "fuse_lora": "always"}, id="dpo-ddp-lora"),
             pytest.param("sft", "NO_SHARD", {"averaging": AveragingSpec(interval=3)}, id="sft-averaging"),
             pytest.param("sft", "HYBRID_SHARD", {}, id="sft-hybrid"),
+            pytest.param("sft", "NO_SHARD", FLOAT8, id="float8-ddp"),
+            pytest.param("sft", "HYBRID_SHARD", FLOAT8, id="float8-hybrid"),
+            pytest.param(
+                "sft", "FULL_SHARD", {**FLOAT8, "sharding": ShardingSpec(cpu_offload=True)}, id="float8-cpu-offload"
+            ),
+            pytest.param(
+                "dpo",
+                "FULL_SHARD",
+                {**FLOAT8, "method": DpoSpec(reference=ReferenceSpec(precompute=True))},
+                id="float8-dpo-precomputed",
+            ),
             pytest.param("sft", "FULL_SHARD", {"sharding": ShardingSpec(cpu_offload=True)}, id="sft-cpu-offload"),
             pytest.param("sft", "FULL_SHARD", {"lora": QLORA}, id="sft-full-qlora"),
             pytest.param("dpo", "FULL_SHARD", {}, id="dpo-full"),
@@ -263,15 +290,24 @@ def test_ranks_compile_blocks_once_and_have_eager_losses_and_the_same_bits_after
         assert codes == [0] * job.ranks, [failed.message for failed in of_kind(events, Failed)]
         return events
 
-    expected = attempt(tmp_path / "run", eager.changed(checkpoint_dir=tmp_path / "eager"))
+    compiling, within = {"before": f"tests.process.compiling.{before}"}, {"rel": 1e-5, "abs": ROUNDING}
+    if spec.compute.float8 == "always":
+        # Those of one process, until the last bit of a norm that ranks sum moves a number over a border of 8 bits, and
+        # with it what is computed from it: after three steps of ranks that shard, of which 0.2 % were measured then.
+        one = spec_of(tmp_path, algorithm, 1, **changes | {"sharding": None, "compile_blocks": "always"})
+        expected = attempt(tmp_path / "run", one.changed(checkpoint_dir=tmp_path / "one"), **compiling)
+        within = {"rel": 0.01, "abs": 1e-3}
+    else:
+        expected = attempt(tmp_path / "run", eager.changed(checkpoint_dir=tmp_path / "eager"))
     for number, checkpoint in (("1", None), ("2", spec.checkpoint_dir / "checkpoint-3")):
         run_dir = tmp_path / "attempts" / number
-        events = attempt(run_dir, spec, checkpoint, before=f"tests.process.compiling.{before}")
+        events = attempt(run_dir, spec, checkpoint, **compiling)
         assert of_kind(events, Prepared)[0].effective["compiled_blocks"] == "used in 3 of 3 blocks"
         weights = {path.name: path.read_bytes() for path in (spec.checkpoint_dir / "final").glob("*.safetensors")}
         found.append((events, weights))
     (events, weights), (resumed, weights_of_resumed) = found
-    assert losses(events) == pytest.approx(losses(expected), rel=1e-5, abs=ROUNDING)
+    assert losses(events)[:2] == pytest.approx(losses(expected)[:2], rel=1e-4, abs=ROUNDING)
+    assert losses(events) == pytest.approx(losses(expected), **within)
     assert losses(resumed) == [
         loss for event, loss in zip(points(events), losses(events), strict=True) if event.step > 3
     ]
@@ -346,6 +382,49 @@ def test_a_training_of_a_model_whose_blocks_are_not_compiled_has_the_reason(
     )
     assert status == 0, [failed.message for failed in of_kind(events, Failed)]
     assert of_kind(events, Prepared)[0].effective["compiled_blocks"] == record
+
+
+@pytest.mark.parametrize(
+    ("changes", "model", "capability", "record"),
+    [
+        ({"float8": "never"}, {}, None, "not used: float8 is 'never'"),
+        ({"compile_blocks": "never"}, {}, None, "not used: blocks are not compiled"),
+        ({}, {}, (8, 6), "not used: the GPU has compute capability 8.6, and products in 8 bits need 8.9"),
+        ({}, {}, (8, 9), "used in 14 of 14 linear layers of blocks"),
+        ({}, {"intermediate_size": 72}, None, "used in 8 of 14 linear layers of blocks, emulated in fp32"),
+        (
+            {},
+            {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 24},
+            None,
+            "not used: no linear layer of a block has sizes that are multiples of 16",
+        ),
+    ],
+)
+def test_a_job_records_which_layers_multiply_in_8_bits(
+    changes: dict[str, Any],
+    model: dict[str, Any],
+    capability: tuple[int, int] | None,
+    record: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    spec = job_spec(tmp_path, "model", **{"compile_blocks": "always", **FLOAT8, **changes})
+    made: Any = AutoModelForCausalLM.from_pretrained(tiny_decoder("llama", **model))
+    device, is_compiled = torch.device("cuda" if capability else "cpu"), spec.compute.compile_blocks == "always"
+    assert float8.use_float8(made, spec, device, is_compiled=is_compiled) == record
+
+
+def test_layers_multiply_in_8_bits_in_compiled_blocks_alone(tmp_path: Path) -> None:
+    made: Any = AutoModelForCausalLM.from_pretrained(tiny_decoder("llama"))
+    layer, states = made.model.layers[0].self_attn.q_proj, torch.randn(5, 64)
+    weight, plain = layer.weight, layer(states)
+    float8.use_float8(made, job_spec(tmp_path, "model", **FLOAT8), torch.device("cpu"), is_compiled=True)
+    with float8.products_in_float8():
+        product = layer(states)
+    assert 0 < (product - plain).norm() / plain.norm() < 0.05
+    assert torch.equal(layer(states), plain)
+    assert layer.weight is weight
 
 
 def test_jobs_that_compile_nothing_keep_the_operators_directory_of_compiled_code(

@@ -406,6 +406,7 @@ ELSEWHERE: dict[str, str] = {
         for name in ("fuse_lora", "head_gradients", "keep_attention", "tile_mlp")
     },
     OPTION + "compile_blocks": "the same numbers, by compiled code: tests/process/test_compiled_blocks.py",
+    OPTION + "float8": "compiled blocks, by products in 8 bits: tests/process/test_compiled_blocks.py",
     OPTION + "liger_kernels": "cuda only; the same numbers, by other kernels: tests/process/test_liger.py",
     OPTION + "gradient_sync": "several ranks that shard the model: tests/process/test_ranks.py",
     **{

@@ -796,6 +796,19 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[JobSpec]:
     return found
 
 
+def test_products_in_8_bits_are_counted_and_no_adapters_are_proposed_with_them(
+    tmp_path: Path, tried: list[JobSpec]
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 256}
+    spec = job_spec(tmp_path, shaped(2, **sizes), compile_blocks="always", float8="always")
+    beside = estimate(spec, Batch(2, 32), "cpu").activations
+    beside -= estimate(spec.changed(float8="never"), Batch(2, 32), "cpu").activations
+    assert beside > 10 * 64 * 256  # numbers of the widest input, before those of the weights
+    assert nearest(spec, Batch(2, 32), "cpu", Capacity(1000)) is None
+    assert {one.compute.float8 for one in tried if one.lora is None} == {"always"}
+    assert {one.compute.float8 for one in tried if one.lora} == {"never"}
+
+
 @pytest.mark.parametrize(
     ("method", "quantizes", "ranks"),
     [("lora", {False, True}, {1, 2}), ("ia3", {False}, {1, 2}), ("vera", {False}, {1})],

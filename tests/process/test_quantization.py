@@ -278,7 +278,12 @@ def test_a_checkpoint_continues_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    ("library", "changes"), [("bitsandbytes", {"lora": QLORA}), ("torchao.quantization", {"qat": INT8})]
+    ("library", "changes"),
+    [
+        ("bitsandbytes", {"lora": QLORA}),
+        ("torchao.quantization", {"qat": INT8}),
+        ("torchao.float8", {"compile_blocks": "always", "float8": "always"}),
+    ],
 )
 def test_a_missing_library_fails_the_job_with_the_extra_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, changes: dict[str, Any]
@@ -291,7 +296,13 @@ def test_a_missing_library_fails_the_job_with_the_extra_to_install(
 
 
 @pytest.mark.parametrize(
-    ("changes", "there"), [({}, []), ({"lora": QLORA}, ["bitsandbytes"]), ({"qat": INT8}, ["torchao"])]
+    ("changes", "there"),
+    [
+        ({}, []),
+        ({"lora": QLORA}, ["bitsandbytes"]),
+        ({"qat": INT8}, ["torchao"]),
+        ({"float8": "always"}, ["torchao"]),
+    ],
 )
 def test_a_job_that_does_not_quantize_does_not_wait_for_the_libraries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], there: list[str]

@@ -428,6 +428,16 @@ FAULTS: dict[str, tuple[Judge, tuple[Any, ...], dict[str, tuple[Any, ...]]]] = {
             "nothing is compiled": ({"1B": dict.fromkeys(COMPILED["1B"], job())}, job(), True),
         },
     ),
+    "float8": (
+        operations.judge_float8,
+        ({operations.WITH: job(float8="used in 2 of 2"), operations.WITHOUT: job()}, True),
+        {
+            "it is slower": ({operations.WITH: replace(SLOW, float8="used"), operations.WITHOUT: job()}, True),
+            "other losses": ({operations.WITH: job(float8="used"), operations.WITHOUT: DIVERGED}, True),
+            "nothing is in 8 bits": (dict.fromkeys((operations.WITH, operations.WITHOUT), job()), True),
+            "one fails": ({operations.WITH: FAILED, operations.WITHOUT: job()}, True),
+        },
+    ),
     "speed at 1B": MANY_LENGTHS,
     "SFT at 1B": SPEED_OF_1B,
     "DPO at 1B": SPEED_OF_1B,

@@ -344,6 +344,22 @@ def test_ligers_kernels_are_for_gpus_and_for_blocks_that_are_not_compiled(settin
     assert spec_of(sft(), gpus, liger_kernels="always").compute.liger_kernels == "always"
 
 
+@pytest.mark.parametrize(
+    ("changes", "options", "hint"),
+    [
+        ({}, {}, "products in 8 bits are slower; send compile_blocks 'always', too"),
+        ({"algorithm_config": LORA}, {"compile_blocks": "always"}, "frozen weights would be cast again in each pass"),
+        ({"algorithm_config": QAT}, {"compile_blocks": "always"}, "train without QAT, or leave it out"),
+    ],
+)
+def test_products_in_8_bits_are_for_compiled_blocks_of_trained_weights(
+    settings: Settings, changes: dict[str, Any], options: dict[str, Any], hint: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=rf"provider_options\.float8='always'.*{hint}"):
+        spec_of(sft(**changes), settings, float8="always", **options)
+    assert spec_of(sft(), settings, float8="always", compile_blocks="always").compute.float8 == "always"
+
+
 def test_flash_kernels_are_for_gpus_in_half_precision(settings: Settings) -> None:
     with pytest.raises(InvalidRequest, match="flash kernels are for cuda, and this job trains on cpu"):
         spec_of(sft(), settings, attn_implementation="flash_attention_2")

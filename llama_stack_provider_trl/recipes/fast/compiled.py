@@ -31,6 +31,7 @@ from .attention import (
 )
 from .batches import Inputs, collate_rows, largest_groups
 from .cpu_attention import attend_to_plan, differentiate_plan, planned
+from .float8 import products_in_float8
 from .larger_batches import why_random
 from .layout import Layout, decoded
 from .mlp import is_of_tokens, why_whole
@@ -135,7 +136,8 @@ def _compiled(kind: Any) -> type[torch.nn.Module]:
             return kind.forward(self, *args, **kwargs)
         # For one token, as of a rank that has a filler alone, the compiler would make a graph of its own.
         compute = graph if layout.tokens > 1 else computed
-        return compute(self, *args, layout=layout.encoded, **kwargs)
+        with products_in_float8():
+            return compute(self, *args, layout=layout.encoded, **kwargs)
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 

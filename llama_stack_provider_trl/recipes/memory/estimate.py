@@ -87,7 +87,8 @@ def estimate(spec: JobSpec, batch: Batch, device: str, baseline: int = 0) -> Mem
     """
     kind = device.partition(":")[0]
     model = trace(spec, batch, kind)
-    placed = _Placed(spec, model, kind, flash_bytes(spec, batch, kind) + exchanged_bytes(spec, batch))
+    beside = flash_bytes(spec, batch, kind) + exchanged_bytes(spec, batch) + float8_bytes(spec, batch, kind, model)
+    placed = _Placed(spec, model, kind, beside)
     moments = [placed.at(window) for window in model.windows]
     if model.reference_scoring is not None:
         moments.append(placed.reference_scoring(model.reference_scoring))
@@ -132,12 +133,12 @@ class _Placed:
     """A traced model with its optimizer, sharded over the ranks of a job.
 
     Args:
-        of_attention: bytes of a backward pass that the trace lacks.
+        of_block: bytes of a block's passes that the trace lacks.
     """
 
-    def __init__(self, spec: JobSpec, model: Traced, kind: str, of_attention: int = 0) -> None:
+    def __init__(self, spec: JobSpec, model: Traced, kind: str, of_block: int = 0) -> None:
         self.spec, self.model, self.on_cpu = spec, model, kind == "cpu"
-        self.of_attention = of_attention
+        self.of_block = of_block
         self.shards = num_shards(spec)
         # On a CPU offloading moves nothing.
         self.offload = bool(spec.sharding and self.shards > 1 and spec.sharding.cpu_offload and not self.on_cpu)
@@ -261,7 +262,7 @@ class _Placed:
             weights=weights + gathered + dequantized,
             gradients=int(gradients),
             optimizer=optimizer,
-            activations=int(window.activations) + self.of_attention,
+            activations=int(window.activations) + self.of_block,
             logits=int(window.logits),
             reference=reference + sum(self.rewards),
             overhead=0,
@@ -449,6 +450,24 @@ def exchanged_bytes(spec: JobSpec, batch: Batch) -> int:
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     exchanged = heads + 2 * math.lcm(config.num_key_value_heads, size)
     return 3 * tokens * exchanged * head_size * (4 if spec.compute.dtype == "fp32" else 2)
+
+
+def float8_bytes(spec: JobSpec, batch: Batch, kind: str, model: Traced) -> int:
+    """Bytes of a block's products in 8 bits beside those of the same block without them. torchao's autograd function
+    keeps what torch's keeps, the input and the weight in the dtype of the computation; it casts the operands of a
+    product, copies one into the other order, and frees both after it. The compiler may cast all weights of a block
+    first. Emulated products are in fp32, with a copy of each operand before and after it is divided by its scale.
+
+    Raises:
+        JobFailure: invalid_model.
+    """
+    if spec.compute.float8 != "always" or why_eager(spec, kind):
+        return 0
+    config: Any = load_config(spec.source).get_text_config()
+    widest = max(config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+    groups = batch.groups or ((0, (batch.tokens,)),) * batch.sequences
+    tokens = sum(prefix + sum(sizes) for prefix, sizes in groups)
+    return (10 if kind == "cpu" else 2) * (model.block_linear // max(1, model.blocks) + tokens * widest)
 
 
 def reward_sizes(spec: JobSpec) -> list[int]:

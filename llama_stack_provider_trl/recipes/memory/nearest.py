@@ -187,7 +187,10 @@ def _with_lora(spec: JobSpec, **more: Any) -> _Change:
     lora = LoraSpec(target_modules=tuple(wanted), mlp=True, rank=8, alpha=16, **more)
     request = {"type": "LoRA", "lora_attn_modules": wanted, "apply_lora_to_mlp": True, "rank": 8, "alpha": 16, **more}
     field = METHODS[spec.algorithm].lora_field
-    return _Change((("lora", lora),), ((field, request),))
+    # Products in 8 bits are those of trained weights.
+    off = {"float8": "never"} if spec.compute.float8 == "always" else {}
+    options = tuple((f"provider_options.{name}", value) for name, value in off.items())
+    return _Change((("lora", lora), *off.items()), ((field, request), *options))
 
 
 def _quantized(spec: JobSpec) -> _Change:

@@ -55,6 +55,7 @@ _UNREAD = frozenset(
         *("n_epochs", "max_steps_per_epoch", "max_validation_steps", "optimizer", "save_steps", "eval_steps"),
         *("early_stopping", "best_checkpoint", "samples", "keep_last", "logging_steps", "merge_adapter"),
         *("gradient_sync", "liger_kernels", "merge_micro_batches", "read_metrics_later"),  # move no peak of a batch
+        "float8",  # which the estimate adds
         # When and where it runs.
         *("dtype_by_device", "device", "num_threads", "lifecycle"),
         *("preflight", "after", "cancel_with", "evaluation", "search", "pruning"),

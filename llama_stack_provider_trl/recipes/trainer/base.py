@@ -12,6 +12,7 @@ from accelerate.utils import is_peft_model
 from ..distributed.heartbeat import heartbeat
 from ..fast.batches import forward_arguments
 from ..fast.compiled import COMPILED, compile_blocks, first_batch
+from ..fast.float8 import use_float8
 from ..fast.lora import fuse_lora
 from ..model.fsdp import reshard
 from .data_order import DataOrder
@@ -35,6 +36,8 @@ class RecipeTrainer(StepCheckpoints, DataOrder, Optimization, SourceLosses, Late
     """Which LoRA layers compute as one operation, and why no others; empty: the job has none."""
     compiled_blocks: str
     """Which blocks are compiled, or why none."""
+    float8: str
+    """Which linear layers multiply in 8 bits, or why none."""
     compile_seconds: dict[str, float]
     """What that took, for the job's record; empty: nothing was compiled."""
 
@@ -45,6 +48,8 @@ class RecipeTrainer(StepCheckpoints, DataOrder, Optimization, SourceLosses, Late
         kind = self.args.device.type
         self.fused_lora = fuse_lora(self.model, self.spec, kind) if self.spec.lora else ""
         self.compiled_blocks, self.compile_seconds = compile_blocks(self.policy, self.spec, kind), {}
+        is_compiled = self.compiled_blocks.startswith(COMPILED)
+        self.float8 = use_float8(self.policy, self.spec, self.args.device, is_compiled=is_compiled)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **kwargs)

@@ -25,6 +25,7 @@ from ..data.images import digest_of
 from ..data.pieces import Pieces, pieces_of
 from ..distributed import ranks
 from ..fast.compiled import COMPILED, compile_blocks
+from ..fast.float8 import USED, use_float8
 from ..fast.liger import use_liger
 from ..fast.lora import fuse_lora
 from ..fast.mlp import tile_mlp
@@ -132,8 +133,9 @@ def load_reference(trainer: Any) -> torch.nn.Module:
         use_rows(model, device.type)
     use_liger(model, spec, device.type)
     tile_mlp(model, spec, device.type)
-    if trainer.compiled_blocks.startswith(COMPILED) and not precomputes(spec):
+    if trainer.compiled_blocks.startswith(COMPILED):
         found = compile_blocks(model, spec, device.type)
+        use_float8(model, spec, device, is_compiled=found.startswith(COMPILED))  # as the policy
         if not found.startswith(COMPILED):
             trainer.compiled_blocks += f"; of the reference {found}"
     role = "teacher" if spec.method.has_teacher else "reference"
@@ -224,6 +226,7 @@ class Precomputation:
             device=self._trainer.args.device.type,
             # Where bf16 rounds depends on it.
             precision="units" if is_sharded(self._spec) and self._spec.compute.dtype != "fp32" else "autocast",
+            **({"products": "float8"} if self._trainer.float8.startswith(USED) else {}),
             **self._adapter_of_key(cache),
             **({"images": digest_of(self._spec.source)} if self._spec.data.has_images else {}),
         )
