@@ -100,15 +100,12 @@ def _progress(status: dict[str, Any]) -> dict[str, str]:
     return parts
 
 
-def status_lines(
-    status: dict[str, Any], points: Sequence[dict[str, Any]] = (), columns: int | None = None, *, config: bool = False
-) -> list[str]:
+def status_lines(status: dict[str, Any], points: Sequence[dict[str, Any]] = (), *, config: bool = False) -> list[str]:
     """A job as `jobs show` prints it: names with their values.
 
     Args:
         status: with its effective configuration.
         points: metric points, the last ones.
-        columns: of the terminal, into which long values are wrapped; None: those of standard output, if that is one.
         config: the effective configuration is shown, too.
     """
     job, found = status["job_uuid"], status.get("resources_allocated") or {}
@@ -145,7 +142,7 @@ def status_lines(
         *(("config", f"{name} = {json.dumps(value)}") for name, value in (_flat(effective) if config else ())),
         *(("next", f"trl-remote {command}") for command in _next_commands(status, effective)),
     ]
-    return _beside_names([fact for fact in facts if fact[1]], columns or _columns())
+    return _beside_names([fact for fact in facts if fact[1]], _columns())
 
 
 def _beside_names(facts: Sequence[tuple[str, str]], columns: int | None) -> list[str]:

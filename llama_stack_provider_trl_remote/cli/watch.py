@@ -18,6 +18,8 @@ from .terminal import best_of, measures_of, progress_line, progress_within
 EXIT_STATUS = {"completed": 0, "failed": 1, "cancelled": 2}
 _WINDOW = 2000
 """Lines of a log that are read at each poll."""
+_LOG_INTERVAL = 1.0
+"""Seconds between two polls of a log."""
 _BETWEEN = "~"
 """Between the cursors of several jobs, as in the service's stream of several."""
 _MEASURES = 40
@@ -103,16 +105,14 @@ def exit_status(ended: Sequence[dict[str, Any]]) -> int:
     return 1 if 1 in found else max(found)
 
 
-async def follow_log(
-    client: ServiceClient, job_uuid: str, rank: str, tail: int, show: Callable[[str], None], interval: float = 1.0
-) -> None:
+async def follow_log(client: ServiceClient, job_uuid: str, rank: str, tail: int, show: Callable[[str], None]) -> None:
     """Show the end of a log, then its new lines until the job has ended."""
     path = job_path(job_uuid, "/logs")
     shown: list[str] | None = None
     while True:
         # Requested before the log is read, so that the log includes everything a finished job wrote.
         status = (
-            await status_again(client, job_uuid, interval, note)
+            await status_again(client, job_uuid, _LOG_INTERVAL, note)
             if shown is not None
             else await client.status(job_uuid, config=False)
         )
@@ -133,7 +133,7 @@ async def follow_log(
         shown = whole
         if ended:
             return
-        await asyncio.sleep(interval)
+        await asyncio.sleep(_LOG_INTERVAL)
 
 
 def new_lines(before: Sequence[str], after: Sequence[str]) -> Sequence[str]:

@@ -95,11 +95,11 @@ def smooth(values: Sequence[float], weight: float) -> Values:
     return smoothed
 
 
-def thin(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
-    """Positions of at most `most` values, in order: the ends, and the lowest and highest of each of equal parts."""
-    if len(values) <= most:
+def thin(values: Sequence[float]) -> list[int]:
+    """Positions of at most MOST_POINTS values, in order: the ends, and the lowest and highest of equal parts."""
+    if len(values) <= MOST_POINTS:
         return list(range(len(values)))
-    parts = (most - 2) // 2
+    parts = (MOST_POINTS - 2) // 2
     kept = {0, len(values) - 1}
     for part in range(parts):
         positions = range(part * len(values) // parts, (part + 1) * len(values) // parts)

@@ -93,8 +93,8 @@ PROVIDER_TYPE = "remote::trl_remote"
 _VARIABLE = re.compile(r"\$\{env\.([A-Z0-9_]+)(?::([=+])([^}]*))?\}")
 
 
-def provider_block(path: Path, environ: Mapping[str, str], provider_type: str = PROVIDER_TYPE) -> dict[str, Any]:
-    """The `config` of the one provider of this type in a run file.
+def provider_block(path: Path, environ: Mapping[str, str]) -> dict[str, Any]:
+    """The `config` of the one provider of PROVIDER_TYPE in a run file.
 
     Only this block is read: other providers' variables need not be set. Raises ValueError: no such file, no YAML, a key
     twice, no such provider, or a variable without a value.
@@ -112,15 +112,15 @@ def provider_block(path: Path, environ: Mapping[str, str], provider_type: str = 
         entry
         for entries in _mapping(_mapping(document).get("providers")).values()
         for entry in (entries if isinstance(entries, list) else [])
-        if _mapping(entry).get("provider_type") == provider_type
+        if _mapping(entry).get("provider_type") == PROVIDER_TYPE
     ]
     if len(found) != 1:
         raise ValueError(
-            f"{path} has {len(found)} providers of type {provider_type}, expected one under providers.post_training"
+            f"{path} has {len(found)} providers of type {PROVIDER_TYPE}, expected one under providers.post_training"
         )
     block = found[0].get("config") or {}
     if not isinstance(block, dict):
-        raise ValueError(f"{path}: the config of {provider_type} is {block!r}, expected keys and values")
+        raise ValueError(f"{path}: the config of {PROVIDER_TYPE} is {block!r}, expected keys and values")
     try:
         return {str(name): fill_in(value, environ) for name, value in block.items()}
     except ValueError as error:
