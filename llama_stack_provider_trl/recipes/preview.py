@@ -42,7 +42,7 @@ from .data.tokenizer_calls import decoded
 from .masked_rows import MaskedRow, RowReader
 from .model.loading import load_job_tokenizer, load_teacher_tokenizer, vocabulary_size
 from .model.positions import positions_of, within_positions
-from .model.saving import lacking_in_exports
+from .model.saving import model_warnings
 from .reward_templates import lost_by_reward_models
 from .vision import with_images
 
@@ -148,7 +148,7 @@ def examined(spec: JobSpec, request: PreviewSpec, alive: Callable[[], object], *
     tokenizer = load_job_tokenizer(spec, notes.append)
     check_chat_template(spec, tokenizer)
     spec = with_images(spec)
-    notes += lacking_in_exports(spec)
+    notes += model_warnings(spec)
     prompts = encode_prompts(spec.train.samples, tokenizer, positions_of(spec.source))
     images = Images(spec.source, tokenizer) if spec.data.has_images else None
     chat, teacher = Chat(tokenizer, images), load_teacher_tokenizer(spec)

@@ -346,7 +346,8 @@ def test_a_preflight_finds_what_the_job_would(
 ) -> None:
     rows = [{"prompt": "Write", "completion": f"{NEW} {'word ' * 80}"}]
     warmup = OptimizerSpec(learning_rate=1e-3, warmup_steps=9)
-    spec = job_spec(tmp_path, llama(damage, variant), rows=rows, max_seq_length=64, optimizer=warmup)
+    more = {"lora": LORA.model_copy(update={"rank": 33})} if damage == "pad" else {}
+    spec = job_spec(tmp_path, llama(damage, variant), rows=rows, max_seq_length=64, optimizer=warmup, **more)
     events = tmp_path / "events.jsonl"
     attempt = AttemptSpec(job=spec, attempt=1, run_dir=tmp_path, preflight=PreflightSpec(device="cpu"))
     shown = attempt.model_copy(update={"preflight": PreflightSpec(device="cpu", preview=PreviewSpec())})
@@ -362,6 +363,7 @@ def test_a_preflight_finds_what_the_job_would(
     assert any(spec.source.model in warning for warning in found.warnings)
     assert any("the warmup of 9 steps" in warning for warning in found.warnings)
     assert any("were cut to max_seq_length=64" in warning for warning in found.warnings)
+    assert any("rank 33 is larger than" in warning for warning in found.warnings) == (damage == "pad")
     assert preview.warnings == found.warnings
 
 

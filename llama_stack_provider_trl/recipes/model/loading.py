@@ -468,11 +468,7 @@ def adapter_config(model: PreTrainedModel, spec: LoraSpec, *, is_reward: bool = 
             f"({', '.join(_suffixes(experts))}), which LoRA over linear layers does not reach. Set it to false and "
             f"name attention modules ({', '.join(_suffixes(attention))}), or train every weight.",
         )
-    wanted = [
-        name for module in spec.target_modules for name in _matching(attention, [module]) or _matching(mlp, [module])
-    ]
-    if spec.mlp:
-        wanted = wanted + [name for name in mlp if name not in wanted]
+    wanted = adapted_modules(model, spec)
     suffixes = _suffixes(wanted)
     if getattr(model.config, "model_type", None) in _MAMBA and (bad := sorted(_MAMBA_KERNEL & set(suffixes))):
         usable = [name for name in _suffixes(attention + mlp) if name not in _MAMBA_KERNEL]
@@ -498,6 +494,15 @@ def adapter_config(model: PreTrainedModel, spec: LoraSpec, *, is_reward: bool = 
         use_dora=spec.use_dora,
         target_modules=target_modules,
     )
+
+
+def adapted_modules(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
+    """Names of the linear layers that get adapters, without what the model lacks."""
+    attention, mlp = linear_modules(model)
+    wanted = [
+        name for module in spec.target_modules for name in _matching(attention, [module]) or _matching(mlp, [module])
+    ]
+    return wanted + [name for name in mlp if spec.mlp and name not in wanted]
 
 
 def _ia3_config(wanted: list[str], feedforward: list[str], is_exact: bool) -> IA3Config:

@@ -26,8 +26,9 @@ from transformers.trainer_utils import align_special_tokens
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import Dtype, JobSpec
+from ...specs.methods import METHODS
 from .agreement import read_generation_config
-from .loading import DTYPES, adapter_config, load_config, outline
+from .loading import DTYPES, adapted_modules, adapter_config, load_config, outline
 
 Kind = Literal["final", "merged"]
 
@@ -91,7 +92,7 @@ def try_exports(spec: JobSpec, tokenizer: PreTrainedTokenizerBase, warn: Callabl
 
     Args:
         tokenizer: with the chat template that the job trains with.
-        warn: called with what the exports will lack.
+        warn: called with each sentence of `model_warnings`.
     """
     kinds, fault = exports(spec), None
     if not kinds:
@@ -114,15 +115,35 @@ def try_exports(spec: JobSpec, tokenizer: PreTrainedTokenizerBase, warn: Callabl
             f"{fault}. Correct its config.json, or name a model whose tokenizer_config.json names the "
             "right tokenizer_class.",
         )
-    for message in lacking_in_exports(spec):
+    for message in model_warnings(spec):
         warn(message)
 
 
-def lacking_in_exports(spec: JobSpec) -> list[str]:
-    """A sentence for each file of the model of which the exports will lack a part."""
-    if not _is_whole(spec) or spec.trains_reward:  # which generates nothing
-        return []
-    return [*filter(None, [read_generation_config(spec.source).warning])]
+def model_warnings(spec: JobSpec) -> list[str]:
+    """A sentence where layers are too small for the rank of their adapters, and for each file of the model of which the
+    exports will lack a part."""
+    found = [_rank_beyond_layers(spec)]
+    if _is_whole(spec) and not spec.trains_reward:  # which generates nothing
+        found.append(read_generation_config(spec.source).warning)
+    return [*filter(None, found)]
+
+
+def _rank_beyond_layers(spec: JobSpec) -> str | None:
+    if spec.lora is None or spec.lora.method != "lora" or (spec.adapter and spec.adapter.use == "continue"):
+        return None
+    model = _built(spec, load_config(spec.source))
+    if isinstance(model, str):
+        return None
+    sizes = {name: min(model.get_submodule(name).weight.shape) for name in adapted_modules(model, spec.lora)}
+    small = {name: size for name, size in sizes.items() if size < spec.lora.rank}
+    if not small:
+        return None
+    name = min(small, key=lambda name: small[name])
+    return (
+        f"{METHODS[spec.algorithm].lora_field}.rank {spec.lora.rank} is larger than {len(small)} of {len(sizes)} "
+        f"adapted layers have inputs or outputs, such as {name} with {small[name]}: a higher rank than that trains "
+        f"further numbers there and can express nothing further. Send at most {small[name]}"
+    )
 
 
 def _is_whole(spec: JobSpec) -> bool:
