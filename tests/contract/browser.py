@@ -128,12 +128,10 @@ class Window:
         # Not by a route, which would keep the browser from caching: each page would load and compile plotly again.
         self.context.on("request", self._count)
         self.page = self.context.new_page()
+        self._devtools = self.context.new_cdp_session(self.page)
         if SLOW > 1:
-            devtools = self.context.new_cdp_session(self.page)
-            devtools.send("Emulation.setCPUThrottlingRate", {"rate": SLOW})
-            latency = {"latency": 50 * SLOW, "downloadThroughput": -1, "uploadThroughput": -1}
-            devtools.send("Network.enable")
-            devtools.send("Network.emulateNetworkConditions", {"offline": False, **latency})
+            self._devtools.send("Emulation.setCPUThrottlingRate", {"rate": SLOW})
+            self.receive()
         self.page.add_init_script(_REPORT_VIOLATIONS)
         self.page.on("console", self._note)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
@@ -142,6 +140,13 @@ class Window:
             owner = self.page if part == "page" else getattr(self.page, part)
             for name in names:
                 setattr(owner, name, self._when_loaded(getattr(owner, name)))
+
+    def receive(self, bytes_per_second: int = -1) -> None:
+        """Have what the page requests arrive no faster; -1: as it is sent."""
+        latency = 50 * SLOW if SLOW > 1 else 0
+        limits = {"latency": latency, "downloadThroughput": bytes_per_second, "uploadThroughput": -1}
+        self._devtools.send("Network.enable")
+        self._devtools.send("Network.emulateNetworkConditions", {"offline": False, **limits})
 
     def _when_loaded(self, action: Callable[..., Any]) -> Callable[..., Any]:
         """What a person would do on a page that is there. Playwright clicks as soon as an element has been parsed,

@@ -140,9 +140,9 @@ def _rank_beyond_layers(spec: JobSpec) -> str | None:
         return None
     name = min(small, key=lambda name: small[name])
     return (
-        f"{METHODS[spec.algorithm].lora_field}.rank {spec.lora.rank} is larger than {len(small)} of {len(sizes)} "
-        f"adapted layers have inputs or outputs, such as {name} with {small[name]}: a higher rank than that trains "
-        f"further numbers there and can express nothing further. Send at most {small[name]}"
+        f"{METHODS[spec.algorithm].lora_field}.rank {spec.lora.rank} is larger than the smaller size of {len(small)} "
+        f"of {len(sizes)} adapted layers, such as {name} with {small[name]}: there it trains more weights and can "
+        f"express no more than rank {small[name]} can. Send a smaller rank"
     )
 
 
