@@ -100,7 +100,9 @@ REASONS: dict[Reason, Remedy] = {
         None, "Change the request as the message describes; the provider option preflight=warn tries it all the same."
     ),
     Reason.diverged: Remedy(
-        None, "Lower the learning rate or add warmup steps, and check the rows if it happens again."
+        None,
+        "Lower the learning rate, add warmup steps, or use dtype fp32 if it was not, and check the rows if it happens "
+        "again.",
     ),
     Reason.not_sharded: Remedy(None, "This is a bug: report it with the job's log file and versions."),
     Reason.export_failed: Remedy(

@@ -93,8 +93,8 @@ def take_sample(
     if not torch.isfinite(logits).all():
         raise JobFailure(
             Reason.diverged,
-            "after the last step the model's logits are not finite, so there is nothing worth exporting. Lower the "
-            "learning rate, add warmup steps, or use dtype fp32; earlier checkpoints are kept.",
+            "after the last step the model's logits are not finite, so there is nothing worth exporting: earlier "
+            "checkpoints are kept.",
         )
     return Sample(sample, logits)
 

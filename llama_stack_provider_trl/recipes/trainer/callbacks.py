@@ -407,7 +407,7 @@ def _divergence(step: int, logs: dict[str, float], *, scaled: bool) -> JobFailur
         if not math.isfinite(logs.get(name, 0.0)):
             return JobFailure(
                 Reason.diverged,
-                f"{name} became {logs[name]} at step {step}, so every later step would be wasted. Lower the learning "
-                "rate, add warmup steps, or use dtype fp32; earlier checkpoints are kept.",
+                f"{name} became {logs[name]} at step {step}, so every later step would be wasted: earlier checkpoints "
+                "are kept.",
             )
     return None
