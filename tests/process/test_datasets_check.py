@@ -131,7 +131,7 @@ def test_a_turn_that_differs_is_1(check: Check, tmp_path: Path) -> None:
     ("row", "message"),
     [
         ({"prompt": "Well?", "completion": " "}, "row 12: column completion: found blank text, expected text"),
-        (ROW, "row 12: the model's chat template writes no tools, and the row has them"),
+        (ROW, "row 12: the model's chat template writes no tools, and the messages come with them"),
         *in_full(
             ({"colour": "red"}, "row 12: found the columns colour, expected for SFT one of"), ("no object", "row 12")
         ),

@@ -375,9 +375,9 @@ class Chat:
         if what:
             raise JobFailure(
                 Reason.invalid_dataset,
-                f"row {row}: the model's chat template writes no {what}, and the row has them. Train a model whose "
-                "template does, correct the template in the model's tokenizer files, or write them out as text in the "
-                "messages",
+                f"row {row}: the model's chat template writes no {what}, and the messages come with them. Name a model "
+                "whose template does, correct the template in the model's tokenizer files, or write them out as text "
+                "in the messages",
             )
 
     def unwritten_turns(self, messages: Sequence[Message], text: str, add_generation_prompt: bool) -> list[int]:
