@@ -145,7 +145,7 @@ def status_lines(status: dict[str, Any], points: Sequence[dict[str, Any]] = (), 
         *(("config", f"{name} = {json.dumps(value)}") for name, value in (_flat(effective) if config else ())),
         *(("next", f"trl-remote {command}") for command in _next_commands(status, effective)),
     ]
-    return _beside_names([fact for fact in facts if fact[1]])
+    return _beside_names([fact for fact in facts if fact[1]], _columns())
 
 
 def _earlier_failures(found: Mapping[str, Any]) -> Iterable[str]:
@@ -156,10 +156,8 @@ def _earlier_failures(found: Mapping[str, Any]) -> Iterable[str]:
             yield f"attempt {attempt['attempt']} ended at step {attempt['step']}: {attempt['reason']}: {message}"
 
 
-def _beside_names(facts: Sequence[tuple[str, str]]) -> list[str]:
-    """Names with their values beside them, wrapped to the terminal of standard output, if that is one; the name of
-    several values stands beside the first."""
-    columns = _columns()
+def _beside_names(facts: Sequence[tuple[str, str]], columns: int | None) -> list[str]:
+    """Names with their values beside them; the name of several values stands beside the first."""
     width, found, last = max(len(name) for name, _ in facts), list[str](), ""
     for name, value in facts:
         for line in map(shown, lines_of(value)):

@@ -367,7 +367,7 @@ SFT_ERRORS: list[tuple[Any, str]] = [
         "completion: found a number (5000 digits), expected t",
     ),
     ({}, "found the columns of an empty object, expected for SFT one of"),
-    ({"mesages": []}, ". Rename 'mesages' to messages"),
+    ({"messages_": []}, ". Rename 'messages_' to messages"),
     ({"ask": "Why?", "reply": "So."}, "Rename them, or tell a training what they are by the option `columns`"),
     (
         {"ask" * n: "Why?" for n in range(1, 200)},
