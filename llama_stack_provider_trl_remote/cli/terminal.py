@@ -383,7 +383,7 @@ def node_lines(node: dict[str, Any], columns: int | None = None) -> list[str]:
         # The machine of a service without an agent of its own cannot be taken out.
         ("next", f"trl-remote nodes {change} {shlex.quote(name)}" if node.get("agent") else ""),
     ]
-    return _beside_names([fact for fact in facts if fact[1]])
+    return _beside_names([fact for fact in facts if fact[1]], columns or _columns())
 
 
 def devices_of(node: dict[str, Any]) -> list[tuple[str, str, str]]:
