@@ -72,9 +72,6 @@ _DEVICES = (
 """Entries of /dev that a training of root sees: those of accelerators and fast networks, and no disk."""
 _WRITABLE_DEVICES = ("shm", "mqueue", "hugepages*")
 """Directories among them."""
-_SHARED_MEMORY = "/dev/shm"
-_MPS = "/tmp/nvidia-mps"
-"""Where CUDA's MPS listens, unless `CUDA_MPS_PIPE_DIRECTORY` names another place."""
 _TERMINALS = "/dev/pts"
 _KERNEL_SETTINGS = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi")
 """Entries of /proc that change the machine for a process of root: read-only, as in containers."""
@@ -291,7 +288,6 @@ def _build(view: View, privileged: bool) -> None:
     writable |= dict.fromkeys([*covers, *(path for path in opened if path in view.read)], False)
     writable |= dict.fromkeys(_own_devices() if privileged else _bound_devices(), True)
     writable |= {_TERMINALS: _own_terminals()}
-    _own_shared_memory()
     _own_proc()
     writable |= {"/proc": True, **{f"/proc/{name}": False for name in _KERNEL_SETTINGS}}
     _protect(writable)
@@ -370,17 +366,6 @@ def _own_terminals() -> bool:
     if os.path.exists("/dev/ptmx") and not os.path.islink("/dev/ptmx"):
         _mount(f"{_TERMINALS}/ptmx", "/dev/ptmx", None, _MS_BIND)
     return True
-
-
-def _own_shared_memory() -> None:
-    """Mount shared memory of our own, as large as the machine's: no other training of the user reads or writes what its
-    processes exchange, and nothing of it is left behind. Not where CUDA's MPS runs, whose clients and server have files
-    there in common."""
-    if not os.path.isdir(_SHARED_MEMORY) or "CUDA_MPS_PIPE_DIRECTORY" in os.environ or os.path.exists(_MPS):
-        return
-    found = os.statvfs(_SHARED_MEMORY)
-    options = f"mode=1777,size={found.f_blocks * found.f_frsize}"
-    _mount("tmpfs", _SHARED_MEMORY, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
 
 
 def _own_proc() -> None:

@@ -199,24 +199,6 @@ attempt("terminals of its own", lambda: os.ttyname(os.openpty()[1]))
         os.close(theirs)
 
 
-def test_a_training_has_shared_memory_of_its_own(site: Site) -> None:
-    ours = Path(f"/dev/shm/{site.data.parent.name}-ours")
-    ours.write_text("ours")
-    try:
-        left = ours.with_name(f"{ours.name}-left")
-        found = outcomes(
-            site,
-            f"attempt('ours', lambda: open({str(ours)!r}).read())\n"
-            f"attempt('its own', lambda: open({str(left)!r}, 'w').write('left'))\n"
-            "attempt('room', lambda: os.statvfs('/dev/shm').f_blocks)",
-        )
-        assert (found["ours"], found["its own"]) == ("ENOENT", "reached 4")
-        assert found["room"] == f"reached {os.statvfs('/dev/shm').f_blocks}"
-        assert not left.exists()
-    finally:
-        ours.unlink()
-
-
 def test_a_training_inherits_no_open_file_of_the_service_or_of_a_warm_process(site: Site) -> None:
     body = """
 for pid in filter(str.isdigit, os.listdir("/proc")):
