@@ -65,7 +65,8 @@ def _chosen(answer: Any, name: str) -> str:
             return identifier
     there = f"the job has {', '.join(found)}" if found else "the job has none"
     is_early = name in ("final", "merged") and not any(identifier.endswith("-final") for identifier in found)
-    there += f"; `{name}` is there once it has completed." if is_early else "."
+    ended = "a training with merge_adapter" if name == "merged" else "a training"
+    there += f"; `{name}` is there once {ended} has completed." if is_early else "."
     raise InvalidRequest("--checkpoint", name, there)
 
 

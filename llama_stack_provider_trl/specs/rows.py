@@ -1403,11 +1403,9 @@ def _misspelt(columns: frozenset[str], use: RowUse) -> str:
     shape = _choose(frozenset(meant.values()), use, None)
     if shape is None and len(columns) <= _COMPARED:
         known = {column for shape in ROW_SHAPES if shape.use == _rows_of(use) for column in shape.columns} - columns
-        meant |= {
-            column: near
-            for column in columns - COLUMNS
-            for near in difflib.get_close_matches(meant[column][:_COMPARED], sorted(known), 1, 0.8)
-        }
+        for column in sorted(columns - COLUMNS):
+            for near in difflib.get_close_matches(meant[column][:_COMPARED], sorted(known - {*meant.values()}), 1, 0.8):
+                meant[column] = near
         shape = _choose(frozenset(meant.values()), use, None)
     if shape is None:
         return ""

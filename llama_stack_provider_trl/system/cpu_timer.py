@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
 import signal
 import sys
+import threading
+import time
 from functools import cache
 
 from .process import usable_cpus
@@ -44,7 +47,7 @@ class CpuTimer:
     before, or nothing refers to it any more. A fork has no timers. Raises OSError: the kernel has none.
 
     The kernel has a number of them for each user (RLIMIT_SIGPENDING), which the code of one job can take for itself.
-    Then the one timer that each process has without them counts the time of all its threads, for one block at a time.
+    Then the one timer that each process has without them counts the time of all its threads, to the first end of a block.
 
     Args:
         of_all: of all threads, as many times as many seconds as this process has cores: others may compute meanwhile.
@@ -52,7 +55,8 @@ class CpuTimer:
 
     def __init__(self, seconds: float, *, of_all: bool = False) -> None:
         self._timer: ctypes.c_void_p | None = None
-        self._has_interval = False
+        self._ends: float | None = None
+        """In CPU time of the process, where the kernel has no timer left."""
         if (library := _library()) is None:
             return
         timer = ctypes.c_void_p()
@@ -62,9 +66,8 @@ class CpuTimer:
         if library.timer_create(clock, ctypes.byref(event), ctypes.byref(timer)):
             if (number := ctypes.get_errno()) != errno.EAGAIN:
                 raise OSError(number, "no timer of CPU time can be created")
-            if not signal.getitimer(signal.ITIMER_VIRTUAL)[0]:
-                signal.setitimer(signal.ITIMER_VIRTUAL, seconds if of_all else seconds * usable_cpus())
-                self._has_interval = True
+            self._ends = time.process_time() + (seconds if of_all else seconds * usable_cpus())
+            _arm(add=self._ends)
             return
         self._timer = timer
         wanted = _TimerSpec(value_s=int(seconds), value_ns=int(seconds % 1 * 1e9) or 1)
@@ -75,9 +78,9 @@ class CpuTimer:
         if self._timer is not None and (library := _library()) is not None:
             library.timer_delete(self._timer)
             self._timer = None
-        if self._has_interval:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            self._has_interval = False
+        if self._ends is not None:
+            _arm(remove=self._ends)
+            self._ends = None
 
     def __enter__(self) -> None:
         """End the process where the block does not end in time."""
@@ -88,6 +91,33 @@ class CpuTimer:
     def __del__(self) -> None:
         """One that an exception has kept from being cancelled would end the process later."""
         self.cancel()
+
+
+class _Ends:
+    """When the blocks of this process without a timer of their own end, in CPU time of the process."""
+
+    def __init__(self) -> None:
+        self.begin()
+        os.register_at_fork(after_in_child=self.begin)
+
+    def begin(self) -> None:
+        """Forget those of another process."""
+        self.all: list[float] = []
+        self.lock = threading.RLock()
+        """Reentrant: `__del__` may be called in the thread that has it."""
+
+
+_ends = _Ends()
+
+
+def _arm(*, add: float | None = None, remove: float | None = None) -> None:
+    with _ends.lock:
+        if add is not None:
+            _ends.all.append(add)
+        if remove in _ends.all:  # else it is that of a process whose fork this is
+            _ends.all.remove(remove)
+        left = max(0.001, min(_ends.all) - time.process_time()) if _ends.all else 0
+        signal.setitimer(signal.ITIMER_VIRTUAL, left)
 
 
 @cache

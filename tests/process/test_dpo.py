@@ -483,6 +483,7 @@ def cache_key(root: Path, **changes: Any) -> str:
         spec=spec,
         model=SimpleNamespace(dtype=torch.float32, config=config),
         args=SimpleNamespace(device=torch.device("cpu")),
+        float8="not used",
     )
     row = {"prompt_ids": [1, 2], "chosen_ids": [3], "rejected_ids": [4]}
     scores = Precomputation(trainer, lambda: None, lambda: False)

@@ -79,11 +79,16 @@ _TOKENIZING = """
 import resource, signal, sys
 from transformers import AutoTokenizer
 from llama_stack_provider_trl.recipes.data import tokenizer_calls
+from llama_stack_provider_trl.system.cpu_timer import CpuTimer
 tokenizer_calls.SECONDS = 0.5
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_SIGPENDING, (int(sys.argv[4]), int(sys.argv[4])))
+longer = CpuTimer(900)
 tokenizer_calls.call_tokenizer(tokenizer, ["a"])
+assert (signal.getitimer(signal.ITIMER_VIRTUAL)[0] > 800) == (sys.argv[4] == "0"), "the other one still counts"
+longer.cancel()
 assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
+longer = CpuTimer(900)
 tokenizer_calls.call_tokenizer(tokenizer, [sys.argv[2] * 100] * int(sys.argv[3]))
 """
 

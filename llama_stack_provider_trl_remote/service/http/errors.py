@@ -281,7 +281,7 @@ _KIND = re.compile(r"constrained-|literal\[")
 def _of_every_kind(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The first error; of a field that takes values of several kinds, with what each of them expects."""
     *path, kind = errors[0]["loc"]
-    if not _KIND.match(str(kind)):
+    if not _KIND.match(str(kind)) or errors[0]["type"] == "extra_forbidden":
         return errors[0]
     first, *others = (str(error["msg"]) for error in errors if list(error["loc"][:-1]) == path)
     expected = " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])

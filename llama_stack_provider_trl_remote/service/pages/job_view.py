@@ -32,7 +32,7 @@ _ENDS = {
     JobState.cancelled: "the job was cancelled",
     JobState.paused: "the job was paused",
 }
-_NAMED = re.compile(r"(?<=\(held by )[^()]+(?=\))|\S+(?= starts before it)|(?<=processes of job )\S+")
+_NAMED = re.compile(r"(?<=\(held by )[^()]+(?=\))|\S{1,200}(?= starts before it)|(?<=processes of job )\S+")
 """Jobs in the reason of a wait."""
 _BETWEEN = re.compile(r"(, | and \d+ more$)")
 """As the supervisor lists jobs."""

@@ -85,7 +85,7 @@ class Preflights:
                 starting = asyncio.ensure_future(in_work_thread(self._start, task, spec, requested, parts))
                 await asyncio.shield(starting)
                 result = await self._end_of(task, requested, kind)
-        except JobFailure:
+        except (JobFailure, FileNotFoundError):
             await in_work_thread(_require_rows, spec)
             raise
         except TimeoutError as error:
