@@ -270,7 +270,7 @@ def test_who_cannot_be_shown_rows_can_look_further_all_the_same(
     pages = read_here(monkeypatch, tmp_path)
     monkeypatch.setattr(row_overview, "MOST_SEARCHED_ROWS", 30)
     monkeypatch.setattr(overviews, "rows_within", failing)
-    app = SimpleNamespace(state=SimpleNamespace(methods=[]), routes=[])
+    app = SimpleNamespace(routes=[])
     scope = {"type": "http", "method": "GET", "path": "/data/rows", "headers": [], "app": app, CALLER: Caller(None)}
     for known, has_further in ((3, True), (15, False)):
         answer = asyncio.run(data_pages.dataset_page(Request(scope), pages, "one", "5", 0))
