@@ -47,7 +47,7 @@ class CpuTimer:
     before, or nothing refers to it any more. A fork has no timers. Raises OSError: the kernel has none.
 
     The kernel has a number of them for each user (RLIMIT_SIGPENDING), which the code of one job can take for itself.
-    Then the one timer that each process has without them counts the time of all its threads, to the first end of a block.
+    Then the one timer that each process has without them counts the time of all its threads, to the first end of these.
 
     Args:
         of_all: of all threads, as many times as many seconds as this process has cores: others may compute meanwhile.

@@ -25,7 +25,7 @@ _MOST_VALUES = 100_000
 _MOST_NUMBER = 1 << 32
 _MOST_PARTS = 10_000
 """Of layers, blocks or experts, which are built one by one. The deepest known model has some hundred."""
-_COUNT = re.compile(r"(num|n)_.*(layer|block|expert|depth).*|(.*_)?(layers?|blocks?|experts|depths?)")
+_COUNT = re.compile(r"(num|n)_.*(layer|block|expert|depth)|(.*_)?(layers?|blocks?|experts|depths?)")
 """Keys of such numbers: `num_hidden_layers`, `n_layer`, `encoder_layers`, `n_routed_experts`; not `block_size` or
 `shared_expert_intermediate_size`."""
 
