@@ -96,6 +96,7 @@ def tests_gpu(setting: Setting) -> Finding:
         [
             *(sys.executable, "-m", "pytest", "tests/gpu", "-q", "-rs", "-p", "no:cacheprovider"),
             *("-W", "ignore::SyntaxWarning"),
+            f"--basetemp={setting.folder / 'pytest'}",  # jobs of tests end with this check
         ],
         cwd=REPOSITORY,
         capture_output=True,

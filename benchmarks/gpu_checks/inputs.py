@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import shutil
 import subprocess
@@ -88,7 +89,9 @@ def model(setting: Setting, shape: Shape) -> Path:
 def run_this(arguments: Sequence[str]) -> tuple[int, str]:
     """Run this module as a program; its exit code and what it writes to standard error."""
     argv = [sys.executable, "-W", "ignore", "-m", "gpu_checks.inputs", *arguments]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    done = subprocess.run(argv, env=environ, capture_output=True, text=True, check=False)
     return done.returncode, done.stderr
 
 

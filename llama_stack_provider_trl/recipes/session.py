@@ -72,7 +72,7 @@ def train_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
     compiler: AbstractContextManager[None] = nullcontext()
     if attempt.compiled is not None:  # other jobs keep the directory that the operator has set
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(attempt.compiled)
-        compiler = compiler_failures(spec.source.model)
+        compiler = compiler_failures(spec)
     with connected_peers(device, attempt.run_dir, writer) as mbit_per_s, compiler:
         run = _prepare(attempt, spec, batch_plan, device, writer, mbit_per_s)
         _check_room(run)

@@ -389,7 +389,7 @@ def test_a_training_of_a_model_whose_blocks_are_not_compiled_has_the_reason(
     [
         ({"float8": "never"}, {}, None, "not used: float8 is 'never'"),
         ({"compile_blocks": "never"}, {}, None, "not used: blocks are not compiled"),
-        ({}, {}, (8, 6), "not used: the GPU has compute capability 8.6, and products in 8 bits need 8.9"),
+        ({}, {}, (8, 6), "not used: a GPU has compute capability 8.6, and products in 8 bits need 8.9"),
         ({}, {}, (8, 9), "used in 14 of 14 linear layers of blocks"),
         ({}, {"intermediate_size": 72}, None, "used in 8 of 14 linear layers of blocks, emulated in fp32"),
         (

@@ -437,7 +437,7 @@ def test_a_loss_that_is_no_number_ends_the_job_instead_of_wasting_the_rest(tmp_p
     _, events = run(tmp_path, spec)
     (failed,) = of_kind(events, Failed)
     assert failed.reason is Reason.diverged
-    assert "learning rate" in failed.message
+    assert "became nan at step 2" in failed.message
     last = of_kind(events, Progress)[-1]
     assert last.not_finite
     assert set(last.not_finite).isdisjoint(last.metrics)

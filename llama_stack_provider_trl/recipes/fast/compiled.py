@@ -143,7 +143,7 @@ def _compiled(kind: Any) -> type[torch.nn.Module]:
 
 
 @contextmanager
-def compiler_failures(model: str) -> Iterator[None]:
+def compiler_failures(spec: JobSpec) -> Iterator[None]:
     """While this is open, what the compiler cannot do ends a job whose blocks are compiled as its own failure: at its
     first batch, or at a later one that needs another graph.
 
@@ -156,10 +156,12 @@ def compiler_failures(model: str) -> Iterator[None]:
         yield
     except (TorchDynamoException, FailOnRecompileLimitHit) as error:
         found = (error.__cause__ or error) if isinstance(error, FailOnRecompileLimitHit) else error
+        has_float8 = spec.compute.float8 == "always"
+        advice = "Leave float8 out, and if that fails compile_blocks, too" if has_float8 else "Leave compile_blocks out"
         raise JobFailure(
             Reason.invalid_request,
-            f"compile_blocks is 'always', and the blocks of {model!r} cannot be compiled here: "
-            f"{' '.join(str(found).split())[:600]}. Leave compile_blocks out, or send 'never'.",
+            f"compile_blocks is 'always', and the blocks of {spec.source.model!r} cannot be compiled here"
+            f"{' with float8' if has_float8 else ''}: {' '.join(str(found).split())[:600]}. {advice}, or send 'never'.",
         ) from error
 
 

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...specs.job import JobSpec
+from ..distributed import ranks
 from ..model.fsdp import blocks_of
 from ..model.quantization import library
 
@@ -60,8 +61,8 @@ def use_float8(model: PreTrainedModel, spec: JobSpec, device: torch.device, *, i
         return f"not used: float8 is {spec.compute.float8!r}"
     if not is_compiled:
         return "not used: blocks are not compiled"
-    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _CAPABILITY:
-        return "not used: the GPU has compute capability {}.{}, and products in 8 bits need {}.{}".format(
+    if device.type == "cuda" and (found := _least_capability(device)) < _CAPABILITY:
+        return "not used: a GPU has compute capability {}.{}, and products in 8 bits need {}.{}".format(
             *found, *_CAPABILITY
         )
     blocks = blocks_of(model).values()
@@ -74,6 +75,11 @@ def use_float8(model: PreTrainedModel, spec: JobSpec, device: torch.device, *, i
         layer.__class__ = kind
     emulated = ", emulated in fp32" if device.type == "cpu" else ""
     return f"{USED} in {len(converted)} of {len(layers)} linear layers of blocks{emulated}"
+
+
+def _least_capability(device: torch.device) -> tuple[int, ...]:
+    """Of the GPUs of all ranks, which decide alike."""
+    return min(map(tuple, ranks.gather_numbers(torch.cuda.get_device_capability(device))))
 
 
 def _multiplying(*, is_emulated: bool) -> type[torch.nn.Linear]:

@@ -332,9 +332,15 @@ def _answering(spec: JobSpec, batch: Batch) -> Window:
     heads = config.num_attention_heads  # batches without padding are those of attention
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     width = 2 * size * (getattr(config, "num_key_value_heads", None) or heads)
-    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    inner = _inner(config)
     cached, block = config.num_hidden_layers * width * tokens, (4 * config.hidden_size + 3 * inner) * tokens
     return Window((cached + block) * compute, batch.sequences * config.vocab_size * (compute + 4), 0)
+
+
+def _inner(config: Any) -> int:
+    """The width of a block's network, or of the widest one."""
+    found = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return int(found if isinstance(found, int) else max(found))
 
 
 def _vllm_bytes(spec: JobSpec, model: Traced, kind: str) -> tuple[int, int]:
@@ -464,7 +470,7 @@ def float8_bytes(spec: JobSpec, batch: Batch, kind: str, model: Traced) -> int:
     if spec.compute.float8 != "always" or why_eager(spec, kind):
         return 0
     config: Any = load_config(spec.source).get_text_config()
-    widest = max(config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+    widest = max(config.hidden_size, _inner(config))
     groups = batch.groups or ((0, (batch.tokens,)),) * batch.sequences
     tokens = sum(prefix + sum(sizes) for prefix, sizes in groups)
     return (10 if kind == "cpu" else 2) * (model.block_linear // max(1, model.blocks) + tokens * widest)

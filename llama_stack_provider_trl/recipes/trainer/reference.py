@@ -135,7 +135,8 @@ def load_reference(trainer: Any) -> torch.nn.Module:
     tile_mlp(model, spec, device.type)
     if trainer.compiled_blocks.startswith(COMPILED):
         found = compile_blocks(model, spec, device.type)
-        use_float8(model, spec, device, is_compiled=found.startswith(COMPILED))  # as the policy
+        if trainer.float8.startswith(USED):
+            use_float8(model, spec, device, is_compiled=found.startswith(COMPILED))
         if not found.startswith(COMPILED):
             trainer.compiled_blocks += f"; of the reference {found}"
     role = "teacher" if spec.method.has_teacher else "reference"
