@@ -742,7 +742,7 @@ def test_pull_touches_nothing_that_exists_and_lists_what_there_is(
     _, _, errors = run("jobs", "pull", "job", tmp_path / "model", "--checkpoint", "merged")
     assert "the job has job-checkpoint-2, job-final." in errors
     _, _, errors = run("jobs", "pull", "young", tmp_path / "model")
-    assert "the job has young-checkpoint-2; `final` is there once it has completed." in errors
+    assert "the job has young-checkpoint-2; `final` is there once a training has completed." in errors
     (tmp_path / "file").touch()
     for place, problem in (
         (tmp_path / "file" / "model", "not a directory"),
