@@ -271,8 +271,8 @@ PLAYED = {
     "trl-remote": """case "$1" in
     agent) echo $$ > "$PLAYED/agent"; trap 'echo late > "$9/late"; exit' TERM
         for _ in {1..300}; do sleep 0.1; done;;
-    serve) exec sleep 60;;
-    train) until [ -e "$PLAYED/agent" ]; do sleep 0.1; done; exit "$CODE";;
+    serve) echo > "$PLAYED/serving"; exec sleep 60;;
+    train) until [ -e "$PLAYED/agent" ] && [ -e "$PLAYED/serving" ]; do sleep 0.1; done; exit "$CODE";;
 esac""",
     "srun": """if [ "$4" = clean ]; then SLURM_PROCID=0 bash "$3" clean; exit; fi
 SLURM_PROCID=1 bash "$5" & agents=$!
