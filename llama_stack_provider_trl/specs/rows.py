@@ -11,6 +11,7 @@ The accepted shapes are the table `ROW_SHAPES`; a test compares docs/reference/d
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import math
 import re
@@ -1403,9 +1404,12 @@ def _misspelt(columns: frozenset[str], use: RowUse) -> str:
     shape = _choose(frozenset(meant.values()), use, None)
     if shape is None and len(columns) <= _COMPARED:
         known = {column for shape in ROW_SHAPES if shape.use == _rows_of(use) for column in shape.columns} - columns
-        for column in sorted(columns - COLUMNS):
-            for near in difflib.get_close_matches(meant[column][:_COMPARED], sorted(known - {*meant.values()}), 1, 0.8):
-                meant[column] = near
+        pairs = itertools.product(sorted(columns - COLUMNS), sorted(known - {*meant.values()}))
+        alike = [(_likeness(meant[column][:_COMPARED], name), column, name) for column, name in pairs]
+        left = columns - COLUMNS
+        for likeness, column, name in sorted(alike, reverse=True):  # `promt` before `prompt_id`
+            if likeness >= _ALIKE and column in left and name in known:
+                meant[column], left, known = name, left - {column}, known - {name}
         shape = _choose(frozenset(meant.values()), use, None)
     if shape is None:
         return ""
@@ -1413,8 +1417,16 @@ def _misspelt(columns: frozenset[str], use: RowUse) -> str:
     return f". Rename {', '.join(sorted(renamed))}"
 
 
+def _likeness(one: str, other: str) -> float:
+    """From 0 to 1; 0 also where it is below `_ALIKE`."""
+    compared = difflib.SequenceMatcher(None, one, other)
+    return compared.ratio() if compared.quick_ratio() >= _ALIKE else 0.0
+
+
 _COMPARED = 100
 """Columns, and characters of one, that are compared with known names: a caller does not decide how long that takes."""
+_ALIKE = 0.8
+"""Of 1: equal characters in both names."""
 
 _Seen = Counter[tuple[RowShape, frozenset[str]]]
 """Rows per shape and set of columns that have a value."""

@@ -116,8 +116,11 @@ def _arm(*, add: float | None = None, remove: float | None = None) -> None:
             _ends.all.append(add)
         if remove in _ends.all:  # else it is that of a process whose fork this is
             _ends.all.remove(remove)
-        left = max(0.001, min(_ends.all) - time.process_time()) if _ends.all else 0
-        signal.setitimer(signal.ITIMER_VIRTUAL, left)
+        found: list[float] | None = None
+        while found != _ends.all:  # a collection may have cancelled one meanwhile
+            found = [*_ends.all]
+            left = max(0.001, min(found) - time.process_time()) if found else 0
+            signal.setitimer(signal.ITIMER_VIRTUAL, left)
 
 
 @cache
