@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -253,6 +254,15 @@ print(os.path.exists("{site.root}/alias/jobs/mine/attempts/1/spec.json"), os.pat
     task = aliased.task(f"{SHEBANG}{body}")
     ran(LocalLauncher(isolation=isolation(site.root / "alias")), task)
     assert RunDir(task.run_dir).log.read_text().splitlines() == ["False False", "True True"]
+
+
+def test_a_data_directory_in_shared_memory_is_reached_by_its_trainings(site: Site) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
+        there = Site(Path(root), site.service)
+        shutil.copytree(site.data, there.data)
+        task = there.task(f"{SHEBANG}\nprint(open('spec.json').read()[:1])\n")
+        ran(LocalLauncher(isolation=isolation(there.data)), task)
+        assert RunDir(task.run_dir).log.read_text() == "{\n"
 
 
 def test_a_command_that_is_isolated_keeps_its_output_and_its_exit_status(site: Site) -> None:

@@ -74,9 +74,16 @@ def test_a_preflight_whose_request_ends_while_it_is_started_is_ended_as_soon_as_
     assert [*(tmp_path / "preflights").iterdir()] == []
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_a_preflight_whose_rows_were_deleted_meanwhile_is_to_be_sent_again(tmp_path: Path, is_there: bool) -> None:
+@pytest.mark.parametrize(("is_there", "begins"), [(True, True), (False, True), (False, False)])
+def test_a_preflight_whose_rows_were_deleted_meanwhile_is_to_be_sent_again(
+    tmp_path: Path, is_there: bool, begins: bool
+) -> None:
     class Failing(FakeLauncher):
+        def start(self, task: TaskSpec) -> None:
+            if not begins:  # a part of the rows is copied before
+                raise FileNotFoundError(rows)
+            super().start(task)
+
         def poll(self, task: TaskSpec) -> Observation:
             return Observation(TaskState.exited, exit_code=1)
 
