@@ -1407,7 +1407,7 @@ def _misspelt(columns: frozenset[str], use: RowUse) -> str:
         pairs = itertools.product(sorted(columns - COLUMNS), sorted(known - {*meant.values()}))
         alike = [(_likeness(meant[column][:_COMPARED], name), column, name) for column, name in pairs]
         left = columns - COLUMNS
-        for likeness, column, name in sorted(alike, reverse=True):  # `promt` before `prompt_id`
+        for likeness, column, name in sorted(alike, reverse=True):  # `prompts` before `prompt_id`
             if likeness >= _ALIKE and column in left and name in known:
                 meant[column], left, known = name, left - {column}, known - {name}
         shape = _choose(frozenset(meant.values()), use, None)

@@ -368,7 +368,7 @@ SFT_ERRORS: list[tuple[Any, str]] = [
     ),
     ({}, "found the columns of an empty object, expected for SFT one of"),
     ({"messages_": []}, ". Rename 'messages_' to messages"),
-    ({"promt": "Why?", "prompt_id": "7", "completion": "So."}, ". Rename 'promt' to prompt"),
+    ({"prompts": "Why?", "prompt_id": "7", "completion": "So."}, ". Rename 'prompts' to prompt"),
     ({"ask": "Why?", "reply": "So."}, "Rename them, or tell a training what they are by the option `columns`"),
     (
         {"ask" * n: "Why?" for n in range(1, 200)},

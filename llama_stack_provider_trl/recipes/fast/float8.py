@@ -15,7 +15,6 @@ import torch
 from transformers import PreTrainedModel
 
 from ...specs.job import JobSpec
-from ..distributed import ranks
 from ..model.fsdp import blocks_of
 from ..model.quantization import library
 
@@ -43,13 +42,16 @@ def products_in_float8() -> Iterator[None]:
         _is_open = False
 
 
-def use_float8(model: PreTrainedModel, spec: JobSpec, device: torch.device, *, is_compiled: bool) -> str:
+def use_float8(
+    model: PreTrainedModel, spec: JobSpec, device: torch.device, *, is_compiled: bool, capability: tuple[int, ...] = ()
+) -> str:
     """Have the linear layers of a model's blocks multiply in 8 bits, where a job requests it. Weights stay the same
     objects under their names.
 
     Args:
         model: whose weights may be placeholders.
         is_compiled: whether its blocks are. Without a compiler each cast is several kernels, and a step slower.
+        capability: the least one of the GPUs of all ranks, which decide alike; empty: none is compared.
 
     Returns:
         What was done, for the job's record.
@@ -61,9 +63,9 @@ def use_float8(model: PreTrainedModel, spec: JobSpec, device: torch.device, *, i
         return f"not used: float8 is {spec.compute.float8!r}"
     if not is_compiled:
         return "not used: blocks are not compiled"
-    if device.type == "cuda" and (found := _least_capability(device)) < _CAPABILITY:
+    if capability and capability < _CAPABILITY:
         return "not used: a GPU has compute capability {}.{}, and products in 8 bits need {}.{}".format(
-            *found, *_CAPABILITY
+            *capability, *_CAPABILITY
         )
     blocks = blocks_of(model).values()
     layers = [layer for block in blocks for layer in block.modules() if type(layer) is torch.nn.Linear]
@@ -75,11 +77,6 @@ def use_float8(model: PreTrainedModel, spec: JobSpec, device: torch.device, *, i
         layer.__class__ = kind
     emulated = ", emulated in fp32" if device.type == "cpu" else ""
     return f"{USED} in {len(converted)} of {len(layers)} linear layers of blocks{emulated}"
-
-
-def _least_capability(device: torch.device) -> tuple[int, ...]:
-    """Of the GPUs of all ranks, which decide alike."""
-    return min(map(tuple, ranks.gather_numbers(torch.cuda.get_device_capability(device))))
 
 
 def _multiplying(*, is_emulated: bool) -> type[torch.nn.Linear]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model
 
+from ..distributed import ranks
 from ..distributed.heartbeat import heartbeat
 from ..fast.batches import forward_arguments
 from ..fast.compiled import COMPILED, compile_blocks, first_batch
@@ -48,8 +49,13 @@ class RecipeTrainer(StepCheckpoints, DataOrder, Optimization, SourceLosses, Late
         kind = self.args.device.type
         self.fused_lora = fuse_lora(self.model, self.spec, kind) if self.spec.lora else ""
         self.compiled_blocks, self.compile_seconds = compile_blocks(self.policy, self.spec, kind), {}
-        is_compiled = self.compiled_blocks.startswith(COMPILED)
-        self.float8 = use_float8(self.policy, self.spec, self.args.device, is_compiled=is_compiled)
+        self.float8 = use_float8(
+            self.policy,
+            self.spec,
+            self.args.device,
+            is_compiled=self.compiled_blocks.startswith(COMPILED),
+            capability=_least_capability(self.args.device) if self.spec.compute.float8 == "always" else (),
+        )
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **kwargs)
@@ -98,3 +104,10 @@ class RecipeTrainer(StepCheckpoints, DataOrder, Optimization, SourceLosses, Late
         if has_fast_head(self.spec, kind):
             return fast_head(kind=kind, alike=weighs_tokens_alike(self.spec))
         return every_position() if self.spec.compute.padding_free else nullcontext()
+
+
+def _least_capability(device: torch.device) -> tuple[int, ...]:
+    """The least compute capability of the GPUs of all ranks; empty: they have none."""
+    if device.type != "cuda":
+        return ()
+    return min(map(tuple, ranks.gather_numbers(torch.cuda.get_device_capability(device))))
